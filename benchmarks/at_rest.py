@@ -3,8 +3,10 @@
     python -m benchmarks.at_rest [--seconds 30]
 
 A local stack: Redis, controller and agent with the processes that it keeps warm. Printed is the processor
-time of each in percent of one core: with no job, with one job of two CPU ranks, and after it has ended.
-The ranks themselves do not count. A job's steps are short, so its ranks report as often as they may.
+time of each in percent of one core, which a busy machine changes little: with no job, with one job of two
+CPU ranks, with one that also takes a checkpoint every 20 steps, and after them. The ranks themselves do not
+count. Steps are as short as they can be: how many there were a second is printed, and how many commands Redis
+was given, among them those of scripts.
 """
 
 import argparse
@@ -16,6 +18,7 @@ from pathlib import Path
 from typing import Final
 
 import psutil
+from redis import Redis
 
 from services.contract.words.states import JobState
 from tests.e2e.conftest import Stack, running_stack
@@ -38,13 +41,50 @@ def main() -> None:
         running_stack(Path(folder)) as stack,
     ):
         until(lambda: stack.client.nodes().items)
-        _print("no job", _share(stack, seconds))
-        job = stack.submit(train={"steps": 10**6, "global_batch": 4, "seed": 7})
-        until(lambda: stack.client.job(job.id).progress.step > 0)
-        _print("one job of two ranks", _share(stack, seconds))
-        stack.client.kill(job.id)
-        until(lambda: stack.client.job(job.id).state is JobState.CANCELLED)
-        _print("after it", _share(stack, seconds))
+        _measure(stack, "no job", seconds)
+        for name, every_steps in (
+            ("one job", 10**6),
+            ("one job, a checkpoint every 20 steps", 20),
+        ):
+            _with_job(stack, name, seconds, every_steps)
+        _measure(stack, "after them", seconds)
+
+
+def _with_job(stack: Stack, name: str, seconds: float, every_steps: int) -> None:
+    job = stack.submit(
+        train={"steps": 10**6, "global_batch": 4, "seed": 7},
+        checkpoint={"every_steps": every_steps},
+    )
+    until(lambda: stack.client.job(job.id).progress.step > 0)
+    _measure(stack, name, seconds, job.id)
+    stack.client.kill(job.id)
+    until(lambda: stack.client.job(job.id).state is JobState.CANCELLED)
+
+
+def _measure(stack: Stack, when: str, seconds: float, job_id: str | None = None) -> None:
+    """Print what is used over so many seconds, and how many steps a second the job makes meanwhile."""
+    url = stack.part(_PARTS["controller"]).environ()["MESHLOOM_REDIS_URL"]
+    with Redis.from_url(url, decode_responses=True) as redis:
+        made, given, began = _steps(stack, job_id), _commands(redis), time.monotonic()
+        shares = _share(stack, seconds)
+        took = time.monotonic() - began
+        commands = (_commands(redis) - given) / took
+        steps = (_steps(stack, job_id) - made) / took
+    parts = ", ".join(f"{name} {share:.1f}" for name, share in shares.items())
+    sys.stdout.write(
+        f"{when}: {sum(shares.values()):.1f} % of a core ({parts}); "
+        f"{steps:.0f} steps and {commands:.0f} commands a second\n"
+    )
+    sys.stdout.flush()
+
+
+def _steps(stack: Stack, job_id: str | None) -> int:
+    return 0 if job_id is None else stack.client.job(job_id).progress.step
+
+
+def _commands(redis: Redis) -> int:
+    told: dict[str, dict[str, int]] = redis.info("commandstats")
+    return sum(each["calls"] for each in told.values())
 
 
 def _share(stack: Stack, seconds: float) -> dict[str, float]:
@@ -62,12 +102,6 @@ def _share(stack: Stack, seconds: float) -> dict[str, float]:
 def _used_s(process: psutil.Process) -> float:
     times = process.cpu_times()
     return times.user + times.system
-
-
-def _print(when: str, shares: Mapping[str, float]) -> None:
-    parts = ", ".join(f"{name} {share:.1f}" for name, share in shares.items())
-    sys.stdout.write(f"{when}: {sum(shares.values()):.1f} % of a core ({parts})\n")
-    sys.stdout.flush()
 
 
 if __name__ == "__main__":

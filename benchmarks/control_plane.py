@@ -1,6 +1,6 @@
 """What the control plane costs with thousands of jobs and ranks.
 
-    python -m benchmarks.control_plane [--short] [--only looks history growth requests]
+    python -m benchmarks.control_plane [--short] [--only looks history growth requests ranks memory]
 
 A real Redis that syncs every write, as the local stack has it, and jobs in it as the controller itself writes
 them: some have ended, some run on simulated nodes, the rest wait for slots. The looks of the leader are timed
@@ -11,29 +11,25 @@ at most; times in ms. ``--short`` takes fewer jobs and less than two minutes.
 import argparse
 import asyncio
 import contextlib
-import json
 import math
 import os
 import statistics
-import subprocess
-import sys
-import tempfile
 import time
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
-from pathlib import Path
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import replace
 from typing import Any, Final
 
 import httpx
 from redis import Redis
 
-from benchmarks.simulated_cluster import SimulatedCluster, spec
+from benchmarks.beating_ranks import MANY_RANKS, measure_beating_ranks
+from benchmarks.controller_memory import JOBS_AN_HOUR, measure_memory
+from benchmarks.plane_rig import Size, cluster, controller, goes_on, report, say, timed
+from benchmarks.simulated_cluster import spec
 from services.contract.redis import redis_keys as keys
-from services.controller.adapters.redis import redis_ports
 from services.controller.ports.coordination import Ports
 from services.controller.use_cases.facts import apply_facts
 from services.controller.use_cases.reconcile import Reconciler
-from services.local.embedded_redis import EmbeddedRedis
 from tests.waiting import until
 
 _LOOKS: Final = 50
@@ -45,19 +41,11 @@ _FEWEST: Final = 3
 _FACTS: Final = 128
 _CORES: Final = 2
 _HISTORY: Final = 10
-_PARTS: Final = ("looks", "history", "growth", "requests")
+_PARTS: Final = ("looks", "history", "growth", "requests", "ranks", "memory")
 
 
-@dataclass(frozen=True)
-class Size:
-    """How many jobs have ended, wait and run; how many ranks those have that wait or run."""
-
-    ended: int = 10_000
-    waiting: int = 1_000
-    running: int = 64
-    ranks: int = 1_024
-
-
+_FEW_RANKS: Final = 512
+_FEW_JOBS: Final = 100
 _SHORT: Final = Size(ended=500, waiting=200, running=8, ranks=256)
 
 
@@ -70,7 +58,7 @@ def main() -> None:
     size = _SHORT if chosen.short else Size()
     with contextlib.suppress(AttributeError):
         os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[:_CORES])
-    _print(
+    say(
         f"{size.ended} jobs have ended, {size.waiting} wait, {size.running} run; "
         f"those that wait or run have {size.ranks} ranks"
     )
@@ -78,33 +66,16 @@ def main() -> None:
     if "looks" in chosen.only:
         asyncio.run(_looks(size))
     if "history" in chosen.only:
-        _print(f"{more.ended} jobs have ended")
+        say(f"{more.ended} jobs have ended")
         asyncio.run(_idle_looks(more))
     if "growth" in chosen.only:
         asyncio.run(_growth(size))
     if "requests" in chosen.only:
         asyncio.run(_requests(size))
-
-
-@contextlib.asynccontextmanager
-async def _cluster(size: Size) -> AsyncIterator[tuple[SimulatedCluster, Ports, Redis, str]]:
-    """A Redis with such a cluster; nobody leads."""
-    with (
-        tempfile.TemporaryDirectory(prefix="meshloom-plane-") as folder,
-        EmbeddedRedis.start(Path(folder)) as server,
-        Redis.from_url(server.url, decode_responses=True) as redis,
-    ):
-        async with redis_ports(server.url) as ports:
-            cluster = SimulatedCluster(redis, ports, size.ranks)
-            epoch = await ports.leadership.take("seeder")
-            if epoch is None:
-                raise AssertionError("another controller leads")
-            redis.config_set("auto-aof-rewrite-percentage", 0)
-            redis.config_set("appendfsync", "no")
-            await cluster.fill(epoch, ended=size.ended, waiting=size.waiting, running=size.running)
-            redis.config_set("appendfsync", "always")
-            await ports.leadership.release("seeder")
-            yield cluster, ports, redis, server.url
+    if "ranks" in chosen.only:
+        asyncio.run(measure_beating_ranks(_FEW_RANKS if chosen.short else MANY_RANKS))
+    if "memory" in chosen.only:
+        asyncio.run(measure_memory(_FEW_JOBS if chosen.short else JOBS_AN_HOUR))
 
 
 @contextlib.asynccontextmanager
@@ -136,24 +107,24 @@ async def _settled(reconciler: Reconciler, redis: Redis) -> float:
 
 async def _looks(size: Size) -> None:
     async with (
-        _cluster(size) as (cluster, ports, redis, _),
+        cluster(size) as (filled, ports, redis, _),
         _leading(ports, redis) as (reconciler, epoch),
     ):
         await _look_often(reconciler)
-        ends = cluster.running[0]
+        ends = filled.running[0]
         before = _versions(redis)
-        cluster.end(ends)
+        filled.end(ends)
         await _handle_all(ports, epoch)
         took = await _settled(reconciler, redis)
-        _print(f"{'one job ends: looks until all is written':<44}{1e3 * took:9.1f}")
+        say(f"{'one job ends: looks until all is written':<44}{1e3 * took:9.1f}")
         after = _versions(redis, [ends.id])
         written = sum(after[name] - before.get(name, 0) for name in after)
-        _print(f"{'one job ends: records written':<44}{written:9d}")
+        say(f"{'one job ends: records written':<44}{written:9d}")
 
 
 async def _idle_looks(size: Size) -> None:
     async with (
-        _cluster(size) as (_, ports, redis, _url),
+        cluster(size) as (_, ports, redis, _url),
         _leading(ports, redis) as (reconciler, _epoch),
     ):
         await _look_often(reconciler)
@@ -165,42 +136,42 @@ async def _growth(size: Size) -> None:
     for waiting in (size.waiting // 8, size.waiting // 4, size.waiting // 2, size.waiting):
         smaller = replace(size, ended=0, waiting=waiting, running=min(size.running, 8))
         async with (
-            _cluster(smaller) as (cluster, ports, redis, _),
+            cluster(smaller) as (filled, ports, redis, _),
             _leading(ports, redis) as (reconciler, epoch),
         ):
             took = []
-            for job in cluster.running[:4]:
-                cluster.end(job)
+            for job in filled.running[:4]:
+                filled.end(job)
                 await _handle_all(ports, epoch)
                 began = time.process_time()
                 await _settled(reconciler, redis)
                 took.append(time.process_time() - began)
             costs[waiting] = statistics.median(took)
     shown = ", ".join(f"{1e3 * cost:.1f} at {count}" for count, cost in costs.items())
-    _print(f"processor time of the looks after one job's end, by jobs that wait: {shown}")
+    say(f"processor time of the looks after one job's end, by jobs that wait: {shown}")
     slope, _ = statistics.linear_regression(
         [math.log(count) for count in costs], [math.log(cost) for cost in costs.values()]
     )
-    _print(f"{'exponent of that in the jobs that wait':<44}{slope:9.2f}")
+    say(f"{'exponent of that in the jobs that wait':<44}{slope:9.2f}")
 
 
 async def _requests(size: Size) -> None:
     queued = min(_QUEUED_AT_POST, size.waiting // 2)
-    async with _cluster(replace(size, waiting=queued)) as (cluster, _, redis, url):
-        with _controller(url) as client:
+    async with cluster(replace(size, waiting=queued)) as (filled, _, redis, url):
+        with controller(url) as (client, _):
             until(lambda: "leading" in client.get("/readyz").text, timeout_s=60)
             began = time.perf_counter()
             until(lambda: redis.exists(keys.JOB_INDEX), timeout_s=600)
-            _print(f"{'all records indexed after, s':<44}{time.perf_counter() - began:9.1f}")
+            say(f"{'all records indexed after, s':<44}{time.perf_counter() - began:9.1f}")
             body = spec(size.ranks).model_dump(mode="json", exclude_unset=True)
             await _answered("until it has looked at everything", client, "/v1/queue", count=1)
-            _report(
+            report(
                 f"POST with {queued} queued",
-                _timed_now(lambda: _created(client, body), _SUBMISSIONS),
+                timed(lambda: _created(client, body), _SUBMISSIONS),
             )
             missing = size.waiting - queued - _SUBMISSIONS
-            await cluster.add_waiting(max(missing, 0))
-            job_id = cluster.running[1].id
+            await filled.add_waiting(max(missing, 0))
+            job_id = filled.running[1].id
             for path in (
                 "/v1/jobs?state=RUNNING",
                 "/v1/jobs?state=RUNNING&fields=name,state,reason,priority,owner,created_at",
@@ -212,40 +183,10 @@ async def _requests(size: Size) -> None:
                 shown = path.replace(job_id, "{id}")
                 await _answered(f"GET {shown}", client, path, count=_REQUESTS)
             small = spec(1, priority=10).model_dump(mode="json", exclude_unset=True)
-            _report(
+            report(
                 "submit → slots committed",
-                _timed_now(lambda: _seated(client, redis, small), _SUBMISSIONS),
+                timed(lambda: _seated(client, redis, small), _SUBMISSIONS),
             )
-
-
-@contextlib.contextmanager
-def _controller(redis_url: str) -> Iterator[httpx.Client]:
-    """A controller in a process of its own, as long as the block lasts."""
-    environment = os.environ | {  # noqa: TID251 what the controller's process inherits
-        "MESHLOOM_REDIS_URL": redis_url,
-        "MESHLOOM_PORT": "0",
-        "MESHLOOM_RATE_PER_S": "1000000",
-        "MESHLOOM_RATE_BURST": "1000000",
-    }
-    with subprocess.Popen(
-        [sys.executable, "-m", "services.controller"],
-        env=environment,
-        stderr=subprocess.PIPE,
-        text=True,
-    ) as process:
-        try:
-            with httpx.Client(base_url=_url_of(process), timeout=120) as client:
-                yield client
-        finally:
-            process.terminate()
-
-
-def _url_of(process: "subprocess.Popen[str]") -> str:
-    for line in process.stderr or ():
-        told: dict[str, Any] = json.loads(line) if line.startswith("{") else {}
-        if told.get("event") == "listening":
-            return str(told["url"])
-    raise AssertionError("the controller did not start")
 
 
 def _created(client: httpx.Client, body: dict[str, Any]) -> str:
@@ -264,7 +205,7 @@ async def _answered(name: str, client: httpx.Client, path: str, count: int) -> N
     def ask() -> None:
         client.get(path).raise_for_status()
 
-    _report(name, _timed_now(ask, count))
+    report(name, timed(ask, count))
 
 
 async def _handle_all(ports: Ports, epoch: int) -> None:
@@ -286,38 +227,13 @@ async def _look_often(reconciler: Reconciler) -> None:
     """Idle looks: on the clock, and what they take of the processor, which others do not add to."""
     clock: list[float] = []
     worked: list[float] = []
-    while _goes_on(clock, _LOOKS):
+    while goes_on(clock, _LOOKS):
         began, busy = time.perf_counter(), time.process_time()
         await reconciler.look()
         clock.append(time.perf_counter() - began)
         worked.append(time.process_time() - busy)
-    _report("idle look", clock)
-    _report("idle look, processor time", worked)
-
-
-def _goes_on(took: Sequence[float], count: int) -> bool:
-    """Whether there are to be more: so many in all, fewer where they take long, but some."""
-    return len(took) < count and (sum(took) < _LONGEST_S or len(took) < _FEWEST)
-
-
-def _timed_now(work: Callable[[], object], count: int) -> list[float]:
-    took: list[float] = []
-    while _goes_on(took, count):
-        began = time.perf_counter()
-        work()
-        took.append(time.perf_counter() - began)
-    return took
-
-
-def _report(name: str, took: Sequence[float]) -> None:
-    times = sorted(1e3 * t for t in took)
-    p99 = times[min(math.ceil(0.99 * len(times)), len(times)) - 1]
-    _print(f"{name:<44}{statistics.median(times):9.1f}  p99 {p99:9.1f}  ({len(times)} times)")
-
-
-def _print(line: str) -> None:
-    sys.stdout.write(f"{line}\n")
-    sys.stdout.flush()
+    report("idle look", clock)
+    report("idle look, processor time", worked)
 
 
 if __name__ == "__main__":

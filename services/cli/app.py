@@ -95,6 +95,7 @@ COMMANDS: Final = (
         "cluster",
         ("queue", "queue", "List the jobs that wait, and why."),
         ("capacity", "capacity", "Show the free slots of every node."),
+        ("pools", "pools", "List the pools that bring nodes, and what they have brought."),
         ("drain", "drain", "Move the jobs of a node elsewhere and start no more there."),
         ("undrain", "undrain", "Let jobs start on a node again."),
         ("forget", "forget", "Delete the record of a lost node."),

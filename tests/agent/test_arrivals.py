@@ -1,10 +1,12 @@
 """Who is late: the arrivals of ranks, on virtual clocks."""
 
+from itertools import pairwise
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from services.worker.agent.telemetry.arrivals import ArrivalKey, ArrivalMeter
+from services.worker.agent.telemetry.arrivals import ArrivalKey, ArrivalMeter, ArrivalPacing
 
 SECOND = 1_000_000_000
 Arrivals = dict[int, dict[ArrivalKey, int]]
@@ -113,6 +115,35 @@ def test_a_rank_alone_is_compared_with_nobody() -> None:
     meter = ArrivalMeter((0,))
     meter.take(arrivals({0: 0.0}, 10), None)
     assert meter.of(0) is None
+
+
+def readings(*, per_step: int, steps_per_s: float, seconds: float = 10.0) -> list[int]:
+    """At a look every tenth of a second, the newest collective at each that read the rings of 192."""
+    pacing = ArrivalPacing(192)
+    found = []
+    for look in range(round(10 * seconds)):
+        now = look / 10
+        issued = int(per_step * steps_per_s * now)
+        if pacing.is_due(issued, int(steps_per_s * now), now):
+            found.append(issued)
+    return found
+
+
+def test_rings_that_hold_two_whole_steps_are_read_once_a_second() -> None:
+    assert len(readings(per_step=9, steps_per_s=60)) == 10
+    assert len(readings(per_step=9, steps_per_s=0.5)) == 10
+
+
+def test_of_longer_steps_no_part_is_passed_over() -> None:
+    seen = readings(per_step=150, steps_per_s=2)
+    gaps = [after - before for before, after in pairwise(seen)]
+    assert max(gaps) <= 192
+    # No more than it takes: each reading finds at least half of a ring new, or a second has passed.
+    assert min(gaps) >= 96
+
+
+def test_boards_on_which_nothing_moves_are_not_read() -> None:
+    assert len(readings(per_step=9, steps_per_s=0)) == 0
 
 
 @given(

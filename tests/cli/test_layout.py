@@ -45,6 +45,10 @@ CASES: dict[str, tuple[Callable[[], RenderableType], list[str]]] = {
         [views.NODE, *(views.ids(number)["job"] for number in range(4))],
     ),
     "capacity": (lambda: cluster_tables.capacity_table(views.capacity()), [views.NODE]),
+    "pools": (
+        lambda: cluster_tables.pools_table(views.pools()),
+        [views.ids(0)["job"], "no route to host"],
+    ),
     "tokens": (lambda: access.tokens_table(views.tokens()), [views.ids(0)["token"]]),
     "audit": (
         lambda: access.audit_table(views.audit()),

@@ -5,6 +5,7 @@ from typing import Any
 
 from services.contract.api.access import AuditEntryView, AuditPage, Scope, TokenList, TokenView
 from services.contract.api.plan_views import PlanList, PlanSummary
+from services.contract.api.pools import PoolList, PoolView, ReservationView
 from services.contract.api.queue import CapacityView, NodeCapacity, QueueEntry, QueueView
 from services.contract.api.views import (
     AttemptList,
@@ -38,6 +39,8 @@ from services.contract.words.states import (
     JobState,
     NodeState,
     PlanState,
+    PoolKind,
+    ReservationState,
 )
 from tests.controller.conftest import job_body
 
@@ -193,6 +196,31 @@ def capacity() -> CapacityView:
         largest_cpu_gang=500,
         largest_cuda_gang=8,
     )
+
+
+def pools() -> PoolList:
+    reserved = ReservationView(
+        id="nodes-1",
+        state=ReservationState.PROVISIONING,
+        node_ids=tuple(f"a-pool-of-a-long-name-{number}" for number in range(16)),
+        job_id=ids(0)["job"],
+        reason="Resources, " + "and more of them, " * 5,
+        requested_at=NOW,
+        ready_at=None,
+    )
+    pool = PoolView(
+        name="a-pool-of-a-long-name",
+        kind=PoolKind.KUBERNETES,
+        max_nodes=10_000,
+        cpu_slots=0,
+        accelerators=8,
+        ready_timeout_s=900,
+        idle_timeout_s=300,
+        trouble=None,
+        reservations=(reserved,),
+    )
+    silent = pool.model_copy(update={"trouble": "no route to host", "reservations": ()})
+    return PoolList(items=(pool, silent))
 
 
 def tokens() -> TokenList:

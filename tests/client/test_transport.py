@@ -13,7 +13,9 @@ import meshloom
 from meshloom.client import ClientError, RefusedError, RestClient, UnreachableError
 from meshloom.client.downloads import PartialFile
 from meshloom.client.settings import ClientSettings
+from services.contract.api.views import NodeList
 from services.contract.storage.exports import ExportedFile
+from tests.cli import views
 from tests.e2e.conftest import free_port
 
 Reply = tuple[int, dict[str, str], bytes]
@@ -70,6 +72,19 @@ def test_a_busy_controller_is_asked_again_until_patience_ends(server: _Server) -
     with RestClient(server.url, patience_s=0) as client, pytest.raises(RefusedError, match="503"):
         client.version()
     assert len(server.asked) == 4
+
+
+def test_nodes_are_those_of_all_pages(server: _Server) -> None:
+    first, second = every = views.nodes().items
+    pages = [
+        NodeList(items=(first,), next_cursor="behind="),
+        NodeList(items=(second,)),
+    ]
+    server.replies = [(200, {}, page.model_dump_json().encode()) for page in pages]
+    with RestClient(server.url) as client:
+        assert client.nodes() == NodeList(items=every)
+    paths = [path for path, _ in server.asked]
+    assert paths == ["/v1/nodes?limit=1000", "/v1/nodes?limit=1000&cursor=behind%3D"]
 
 
 def test_an_answer_that_did_not_change_is_not_sent_again(server: _Server) -> None:

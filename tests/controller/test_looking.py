@@ -1,6 +1,7 @@
 """What a client sees of jobs, ranks, steps, nodes, logs and events."""
 
 import asyncio
+import base64
 import dataclasses
 import re
 from concurrent.futures import ThreadPoolExecutor
@@ -14,6 +15,7 @@ from services.contract.messages.telemetry import MetricRecord, RankSample, StepR
 from services.contract.redis import redis_keys as keys
 from services.controller.ports.machines import Telemetry
 from services.controller.use_cases.present import job_view
+from tests.controller.agent_double import AgentDouble
 from tests.controller.conftest import House
 from tests.controller.histories import NODE, running
 from tests.waiting import until
@@ -293,6 +295,27 @@ def test_nodes_show_what_runs_there(house: House) -> None:
     assert view["lease_s"] > 0
     assert house.client.get("/v1/nodes/nobody").status_code == 404
     assert house.client.get("/v1/checkpoints/ckpt_nope").status_code == 404
+
+
+def test_nodes_are_listed_page_by_page_while_others_join_and_go(house: House) -> None:
+    names = [f"loom-{number}" for number in range(1, 6)]
+    for name in names:
+        AgentDouble(house.redis, name).join()
+    until(lambda: len(house.get("/v1/nodes")["items"]) == len(names), every_s=0.01)
+    first = house.get("/v1/nodes?limit=2")
+    assert [node["id"] for node in first["items"]] == names[:2]
+    # Behind the page comes one more, in it another goes: the next page begins where this one ended.
+    AgentDouble(house.redis, "loom-0").join()
+    until(lambda: len(house.get("/v1/nodes")["items"]) == len(names) + 1, every_s=0.01)
+    house.redis.hdel(keys.NODES, names[1])
+    answer = house.client.get("/v1/nodes", params={"limit": 2, "cursor": first["next_cursor"]})
+    assert [node["id"] for node in answer.json()["items"]] == names[2:4]
+    last = house.client.get(answer.links["next"]["url"]).json()
+    assert [node["id"] for node in last["items"]] == names[4:]
+    assert last["next_cursor"] is None
+    jobs_cursor = base64.urlsafe_b64encode(b"1700000000000 job_x").decode()
+    for cursor in ("nonsense", jobs_cursor):
+        assert house.client.get("/v1/nodes", params={"cursor": cursor}).status_code == 422
 
 
 def test_logs_are_filtered_and_paged(house: House) -> None:

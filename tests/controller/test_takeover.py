@@ -8,23 +8,29 @@ import asyncio
 import os
 import signal
 import time
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Sequence
 
 import pytest
 from redis import Redis
 
+from services.contract.jobs.specs import JobSpec
 from services.contract.messages.commands import StopGang
 from services.contract.redis import redis_keys as keys
+from services.contract.words.ids import new_job_id
 from services.controller.adapters.redis import redis_ports
+from services.controller.domain.decisions.dispatch import first_decision
 from services.controller.domain.decisions.history import Occurrence
 from services.controller.domain.errors import DeposedError
 from services.controller.domain.job.events import KillAsked
+from services.controller.domain.job.job import Job
 from services.controller.loops import leader
 from services.controller.ports.jobs import Actor
 from services.controller.use_cases.change import apply_events
 from tests.controller.agent_double import AgentDouble
 from tests.controller.conftest import job_body
 from tests.controller.replays import replay_all
+from tests.controller.simulated_agents import SimulatedAgent
 from tests.controller.test_process import Controller, started
 from tests.waiting import until
 
@@ -105,6 +111,53 @@ def test_the_other_takes_over_from_a_frozen_leader_and_from_a_killed_one(
         assert len(asyncio.run(_replayed(redis_url))) == 3
 
 
+JOBS = 160
+
+
+def test_two_controllers_and_five_agents_lose_none_of_hundreds_of_jobs_and_run_each_once(
+    redis_url: str,
+) -> None:
+    with started(redis_url) as first, started(redis_url) as second:
+        until(lambda: leads(first) or leads(second))
+        leading, other = (first, second) if leads(first) else (second, first)
+        agents = [SimulatedAgent(redis_url, f"loom-{number}", slots=8) for number in range(5)]
+        asyncio.run(_killed_half_way(redis_url, agents, leading, other))
+        jobs = asyncio.run(_replayed(redis_url))
+    assert len(jobs) == JOBS
+    assert {(job.state, job.fence) for job in jobs} == {("SUCCEEDED", 1)}
+    starts = sum((agent.starts for agent in agents), start=Counter())
+    assert starts == {(job.id, 1): 1 for job in jobs}
+
+
+async def _killed_half_way(
+    redis_url: str, agents: Sequence[SimulatedAgent], leading: Controller, other: Controller
+) -> None:
+    """Have the agents run all jobs; the leader is killed while most of them wait."""
+
+    def ended() -> int:
+        return sum(len(agent.ended) for agent in agents)
+
+    async with redis_ports(redis_url) as ports:
+        now_ms = await ports.clock.now_ms()
+        wanted = JobSpec.model_validate(job_body(resources={"ranks": 1}))
+        for number in range(JOBS):
+            job_id = new_job_id(now_ms + number, os.urandom(10))
+            job = Job(id=job_id, spec=wanted, created_ms=now_ms, updated_ms=now_ms)
+            await ports.jobs.create(first_decision(job), Actor("test"), None)
+        tasks = [asyncio.create_task(agent.run()) for agent in agents]
+        await asyncio.to_thread(until, lambda: ended() >= JOBS // 4)
+        os.kill(leading.process.pid, signal.SIGKILL)
+        assert ended() < JOBS
+        await asyncio.to_thread(until, lambda: leads(other))
+        await asyncio.to_thread(until, lambda: ended() == JOBS)
+        with Redis.from_url(redis_url) as redis:
+            succeeded = keys.jobs_in_state("SUCCEEDED")
+            await asyncio.to_thread(until, lambda: redis.zcard(succeeded) == JOBS)
+        for task in tasks:
+            task.cancel()
+        await asyncio.wait(tasks)
+
+
 def _kinds(controller: Controller, job_id: str) -> list[str]:
     items = controller.client.get(f"/v1/jobs/{job_id}/events").json()["items"]
     return [str(event["kind"]) for event in items]
@@ -117,6 +170,6 @@ async def _write_as_of(url: str, job_id: str, epoch: int) -> None:
         await apply_events(ports, job_id, [kill], Actor("controller"), epoch)
 
 
-async def _replayed(url: str) -> list[object]:
+async def _replayed(url: str) -> list[Job]:
     async with redis_ports(url) as ports:
-        return list(await replay_all(ports))
+        return await replay_all(ports)

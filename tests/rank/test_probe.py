@@ -17,7 +17,8 @@ from services.contract.jobs.specs import JobSpec
 from services.contract.messages.probe_programs import ProbeSeat
 from services.contract.messages.probing import ModelProbed, ProbeModel
 from services.worker.rank.probe.passes import mean_loss
-from services.worker.rank.probe.profile import _chain, _is_out_of_memory, probe
+from services.worker.rank.probe.profile import _is_out_of_memory, probe
+from services.worker.rank.process.failures import chain_of
 from tests.rank.test_hugging_face import saved
 
 LENGTH = 8
@@ -337,8 +338,8 @@ def test_want_of_memory_is_seen_behind_other_errors() -> None:
     for error in (MemoryError(), OSError(errno.ENOMEM, "no"), refused):
         wrapped = ValueError("the model could not be built")
         wrapped.__cause__ = error
-        assert any(map(_is_out_of_memory, _chain(wrapped)))
+        assert any(map(_is_out_of_memory, chain_of(wrapped)))
     ring = ValueError("a ring")
     ring.__cause__ = KeyError("of causes")
     ring.__cause__.__context__ = ring
-    assert not any(map(_is_out_of_memory, _chain(ring)))
+    assert not any(map(_is_out_of_memory, chain_of(ring)))

@@ -12,6 +12,7 @@ from meshloom.client.downloads import PartialFile
 from meshloom.client.errors import refusal
 from services.contract.api.access import AuditPage, TokenCreated, TokenList, TokenRequest
 from services.contract.api.plan_views import PlanList, PlanView
+from services.contract.api.pools import PoolList
 from services.contract.api.queue import CapacityView, DrainRequest, QueueView
 from services.contract.api.requests import CloneRequest, JobPatch
 from services.contract.api.views import (
@@ -44,6 +45,7 @@ from services.contract.storage.exports import ExportManifest
 
 _NO_CONTENT: Final = 204
 _LARGEST_PAGE: Final = 200
+_LARGEST_PAGE_OF_NODES: Final = 1000
 _PLANNED_WITHIN_S: Final = 90.0
 _KEPT_WITHIN_S: Final = 120.0
 _UPLOADING_PATIENCE_S: Final = 30.0
@@ -263,8 +265,14 @@ class AsyncRestClient(AsyncTransport):
         return await self.get(f"/v1/jobs/{job_id}/events", EventPage, asked)
 
     async def nodes(self) -> NodeList:
-        """All nodes."""
-        return await self.get("/v1/nodes", NodeList)
+        """All nodes, by name."""
+        page = await self.get("/v1/nodes", NodeList, {"limit": _LARGEST_PAGE_OF_NODES})
+        found = page.items
+        while page.next_cursor is not None:
+            asked = {"limit": _LARGEST_PAGE_OF_NODES, "cursor": page.next_cursor}
+            page = await self.get("/v1/nodes", NodeList, asked)
+            found += page.items
+        return NodeList(items=found)
 
     async def node(self, node_id: str) -> NodeView:
         """One node."""
@@ -273,6 +281,10 @@ class AsyncRestClient(AsyncTransport):
     async def queue(self) -> QueueView:
         """Who waits for seats, and why."""
         return await self.get("/v1/queue", QueueView)
+
+    async def pools(self) -> PoolList:
+        """See ``GET /v1/pools``."""
+        return await self.get("/v1/pools", PoolList)
 
     async def capacity(self) -> CapacityView:
         """What room there is."""

@@ -9,6 +9,7 @@ from meshloom.client.synchronous.checkpoints import Checkpoints
 from meshloom.client.synchronous.jobs import Jobs
 from meshloom.client.synchronous.rest import RestClient
 from services.contract.api.plan_views import PlanSummary, PlanView
+from services.contract.api.pools import PoolView
 from services.contract.api.queue import CapacityView, DrainRequest, QueueEntry
 from services.contract.api.views import EventView, NodeView, Version
 from services.contract.api.webhooks import (
@@ -83,6 +84,10 @@ class Queue:
     def capacity(self) -> CapacityView:
         """What is taken and what is free, node by node."""
         return self._rest.capacity()
+
+    def pools(self) -> Sequence[PoolView]:
+        """The pools that bring nodes when a job fits no free one, and what they have brought."""
+        return (self._rest.pools()).items
 
 
 class Events:

@@ -400,9 +400,10 @@ class NodeView(_View):
 
 
 class NodeList(_View):
-    """All known nodes."""
+    """A page of the known nodes, by name."""
 
     items: tuple[NodeView, ...]
+    next_cursor: str | None = None
 
 
 class AttemptList(_View):

@@ -79,3 +79,11 @@ def _has(request: Request, tag: str) -> bool:
     shown = request.headers.get("if-none-match", "")
     tags = {part.strip().removeprefix("W/") for part in shown.split(",")}
     return tag in tags or "*" in tags
+
+
+def next_link(request: Request, cursor: str | None) -> dict[str, str]:
+    """The header that names the next page, if there is one."""
+    if cursor is None:
+        return {}
+    url = request.url.include_query_params(cursor=cursor)
+    return {"Link": f'<{url.path}?{url.query}>; rel="next"'}

@@ -15,7 +15,7 @@ from services.controller.use_cases.facts import apply_facts
 
 _log = structlog.get_logger()
 _BATCH: Final = 128
-_BLOCK_S: Final = 2.0
+_BLOCK_S: Final = 5.0
 _LOOK_BACK_EVERY_S: Final = 5.0
 _TRIES: Final = 5
 _UNOBSERVED: Final = Observer()

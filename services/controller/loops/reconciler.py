@@ -30,15 +30,17 @@ async def reconcile(
         ExceptionGroup: With the DeposedError that says that the term is over.
     """
     reconciler = Reconciler(ports, epoch, growth_delay)
+    looked_at = -_WATCH_EVERY_S
     retry = StoreRetry("reconciler", reconciler.forget_health, troubles)
 
     async def listen_and_look() -> None:
+        nonlocal looked_at
         async with ports.listen() as waker:
             while True:
                 began = time.monotonic()
                 with observer.looking():
                     rest_s = await reconciler.look()
-                ended = time.monotonic()
+                looked_at = ended = time.monotonic()
                 observer.looked(ended - began)
                 retry.succeeded()
                 await waker.wait(rest_s)
@@ -55,7 +57,9 @@ async def reconcile(
         while True:
             end_if_told()
             try:
-                await reconciler.watch()
+                # A look asks for the time, too: this is for those that take long.
+                if time.monotonic() - looked_at >= _WATCH_EVERY_S:
+                    await reconciler.watch()
             except StoreUnavailableError:  # the loop beside this one says so
                 reconciler.forget_health()
             await asyncio.sleep(_WATCH_EVERY_S)

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+from collections import defaultdict
 from typing import Final
 
 import structlog
@@ -23,7 +24,10 @@ from services.controller.ports.webhooks import DeliveryError, WebhookSender
 from services.controller.use_cases.webhooks import Delivery
 
 _AT_ONCE: Final = 16
+# A receiver may take its time: those of one subject must not take everybody's turns.
+_AT_ONCE_OF_ONE: Final = 4
 _LOOK_EVERY_S: Final = 2.0
+_LOOK_WITHOUT_ANY_S: Final = 10.0
 _LONGEST_WAIT_S: Final = 300.0
 # One event that a receiver never takes must not hold up all that follow it for ever.
 _GIVEN_UP_AFTER_S: Final = 86_400.0
@@ -55,6 +59,9 @@ class _Rounds:
         self._epoch = epoch
         self._sender = sender
         self._slots = asyncio.Semaphore(_AT_ONCE)
+        self._slots_of_one: defaultdict[str, asyncio.Semaphore] = defaultdict(
+            lambda: asyncio.Semaphore(_AT_ONCE_OF_ONE)
+        )
         self._tasks: dict[str, asyncio.Task[None]] = {}
 
     async def once(self) -> None:
@@ -79,7 +86,9 @@ class _Rounds:
                 continue
             delivery = Delivery(self._ports, self._sender, self._epoch, webhook, deliveries)
             self._tasks[name] = asyncio.create_task(self._catch_up(delivery))
-        await self._ports.events.wait(newest, _LOOK_EVERY_S)
+        # A new one has nothing to be sent before the next event.
+        rest_s = _LOOK_EVERY_S if webhooks or self._tasks else _LOOK_WITHOUT_ANY_S
+        await self._ports.events.wait(newest, rest_s)
 
     async def stop(self) -> None:
         """End all tasks."""
@@ -115,7 +124,7 @@ class _Rounds:
         try:
             async for attempt in tries:
                 with attempt:
-                    async with self._slots:
+                    async with self._slots_of_one[delivery.webhook.created_by], self._slots:
                         await delivery.send(event)
         except DeliveryError as error:
             _log.warning("webhook_gone", webhook_id=delivery.webhook.id)

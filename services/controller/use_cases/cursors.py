@@ -13,6 +13,7 @@ from services.controller.ports.jobs import Place
 # Not \d, which means the digits of every script.
 _ENTRY_ID: Final = re.compile(r"[0-9]{1,19}-[0-9]{1,19}")
 _PLACE: Final = re.compile(r"([0-9]{1,15}) (\w+)", re.ASCII)
+_NAME: Final = re.compile(r"name ([a-z0-9.-]{1,63})")
 _ORDER: Final = re.compile(r"(-?[a-z]+) (-?[0-9]{1,15}) (\w+)", re.ASCII)
 
 
@@ -50,6 +51,20 @@ def to_order(cursor: str | None, order: str) -> tuple[int, str] | None:
     if its_order != order:
         raise _invalid(cursor)
     return int(value), job_id
+
+
+def from_name(name: str) -> str:
+    """The cursor behind the record of that name, in a list by name."""
+    return base64.urlsafe_b64encode(f"name {name}".encode()).decode()
+
+
+def to_name(cursor: str | None) -> str:
+    """The name that a cursor means; "" before the first.
+
+    Raises:
+        InvalidRequestError: It is none of ours.
+    """
+    return "" if cursor is None else _parts(cursor, _NAME)[0]
 
 
 def to_entry_id(cursor: str | None) -> str | None:

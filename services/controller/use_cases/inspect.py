@@ -1,5 +1,7 @@
 """Looking at ranks and nodes."""
 
+from collections.abc import Sequence
+
 from services.contract.api.views import (
     DiagnosisView,
     NodeList,
@@ -8,9 +10,11 @@ from services.contract.api.views import (
     RankView,
 )
 from services.contract.words.states import JobState
-from services.controller.domain.errors import NotFoundError
+from services.controller.domain.errors import NotFoundError, no_node
+from services.controller.domain.scheduling.node import Node
 from services.controller.domain.scheduling.placement import usages_of
 from services.controller.ports.coordination import Ports
+from services.controller.use_cases import cursors
 from services.controller.use_cases.present import diagnosis_view, node_view, rank_views
 
 
@@ -61,13 +65,19 @@ async def get_diagnosis(ports: Ports, job_id: str) -> DiagnosisView:
     )
 
 
-async def list_nodes(ports: Ports) -> NodeList:
-    """All nodes that ever joined, and what runs there."""
-    nodes = await ports.nodes.nodes()
-    leases = await ports.nodes.leases([node.id for node in nodes])
-    jobs = [stored.job for stored in await ports.jobs.active()]
-    standings = usages_of(nodes, jobs, leases)
-    return NodeList(items=tuple(node_view(s, leases.get(s.node.id)) for s in standings))
+async def list_nodes(ports: Ports, cursor: str | None, limit: int) -> NodeList:
+    """At most ``limit`` of the nodes that ever joined, by name, and what runs there.
+
+    A cursor is the name of a node, so nodes that join or are forgotten meanwhile move nothing.
+
+    Raises:
+        InvalidRequestError: The cursor is none of ours.
+    """
+    after = cursors.to_name(cursor)
+    behind = sorted((n for n in await ports.nodes.nodes() if n.id > after), key=lambda n: n.id)
+    found = behind[:limit]
+    more = cursors.from_name(found[-1].id) if len(behind) > limit else None
+    return NodeList(items=await _node_views(ports, found), next_cursor=more)
 
 
 async def get_node(ports: Ports, node_id: str) -> NodeView:
@@ -76,7 +86,14 @@ async def get_node(ports: Ports, node_id: str) -> NodeView:
     Raises:
         NotFoundError: There is none.
     """
-    for view in (await list_nodes(ports)).items:
-        if view.id == node_id:
-            return view
-    raise NotFoundError(f"there is no node {node_id}")
+    found = [node for node in await ports.nodes.nodes() if node.id == node_id]
+    if not found:
+        raise no_node(node_id)
+    return (await _node_views(ports, found))[0]
+
+
+async def _node_views(ports: Ports, nodes: Sequence[Node]) -> tuple[NodeView, ...]:
+    leases = await ports.nodes.leases([node.id for node in nodes])
+    jobs = [stored.job for stored in await ports.jobs.active()]
+    standings = usages_of(nodes, jobs, leases)
+    return tuple(node_view(s, leases.get(s.node.id)) for s in standings)

@@ -40,14 +40,16 @@ from services.controller.use_cases.plans import (
     Drawing,
     Wanted,
     begin_plan,
-    current_usages,
     look_at_plan,
 )
+from services.controller.use_cases.waiting import current_usages
 
 _log = structlog.get_logger()
 _ACTOR: Final = Actor("controller")
 _NOT_OF_THE_MODEL: Final = frozenset({"no_answer", "search_failed"})
 _REST_S: Final = 1.0
+# Whoever submits a job calls; calls can be missed.
+_REST_WITHOUT_ANY_S: Final = 5.0
 _REST_WHILE_PROBING_S: Final = 0.1
 
 
@@ -83,15 +85,20 @@ class Planner:
                 await self._advance(job, self._ask(job, usages))
         for job in named:
             await self._advance(job, self._next(job))
-        await self._keep_paces(active)
-        return _REST_WHILE_PROBING_S if named else _REST_S
+        awaits_pace = await self._keep_paces(active)
+        if named:
+            return _REST_WHILE_PROBING_S
+        return _REST_S if nameless or awaits_pace else _REST_WITHOUT_ANY_S
 
-    async def _keep_paces(self, active: Sequence[Job]) -> None:
-        """What the first steps of attempts took, once each: later plans of the model use it."""
+    async def _keep_paces(self, active: Sequence[Job]) -> bool:
+        """What the first steps of attempts took, once each: later plans of the model use it.
+
+        Answers whether there are attempts of which too little is known yet.
+        """
         self._paced &= {(job.id, job.fence) for job in active}
         new = [job for job in active if can_tell(job) and (job.id, job.fence) not in self._paced]
         if not new:
-            return
+            return False
         records = await self._ports.telemetry.last_steps([job.id for job in new], STEPS_READ)
         nodes = await self._ports.nodes.nodes()
         for job in new:
@@ -103,6 +110,7 @@ class Planner:
             known = {(each.job_id, each.fence) for each in await self._ports.plans.paces(probe_id)}
             if (job.id, job.fence) not in known:
                 await self._ports.plans.keep_pace(probe_id, pace)
+        return any((job.id, job.fence) not in self._paced for job in new)
 
     async def _advance(self, job: Job, found: Awaitable[JobEvent | None]) -> None:
         try:

@@ -124,8 +124,8 @@ async def follow(
     await (bring_events_back if selection is None else bring_back)(ports, job)
     if selection is not None and tail is not None:
         last, after = await _last_of(ports, job_id, selection, after, tail)
-        for earlier in last:
-            yield earlier
+        for known in last:
+            yield known
     while True:
         # Before the read: what a job said before it ended is then surely in what is read.
         may_say_more = to_the_end and await _lives(ports, job_id)

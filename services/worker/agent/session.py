@@ -27,6 +27,8 @@ from services.worker.agent.telemetry.gang_telemetry import (
 )
 
 BEAT_S: Final = 0.5
+_IDLE_BEAT_S: Final = 1.0
+"""Without a gang a beat only renews the lease, which outlives four that are lost."""
 _ASK_EVERY_S: Final = 0.2
 _BEATS_HELD: Final = 120
 _TAKE_OVER: Final = """
@@ -164,7 +166,7 @@ class Session:
                 await asyncio.sleep(BEAT_S)  # a longer pause could let the lease expire
                 continue
             with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(BEAT_S):
+                async with asyncio.timeout(_IDLE_BEAT_S if self._supervisor.is_idle else BEAT_S):
                     await urgent.wait()
 
     def leave(self) -> None:

@@ -154,7 +154,7 @@ class Supervisor:
                     self.urgent.set()
             self._settle(only_fenced=True)
             with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(TICK_S):
+                async with asyncio.timeout(TICK_S if self._gangs else None):
                     await self._stirred.wait()
             self._stirred.clear()
 
@@ -190,6 +190,11 @@ class Supervisor:
         for key in fenced:
             if key in self._gangs:
                 self._gangs[key].fence_off()
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether there is no gang."""
+        return not self._gangs
 
     async def emptied(self) -> None:
         """Return once there is no gang, nor one to report, and their boards are removed."""
@@ -262,6 +267,8 @@ class Supervisor:
         gang = GangRuntime(crew, self._node_id, folder, self._tell)
         self._gangs[key] = gang
         self._empty.clear()
+        self._stirred.set()
+        self.urgent.set()
         self._tell(
             GangLaunched(
                 job_id=command.job_id,

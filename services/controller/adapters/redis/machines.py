@@ -211,12 +211,12 @@ class RedisFacts:
         with self._clients.answering(keys.ARRIVED_FACTS, keys.TAKEN_FACTS):
             # The one that is waited for goes into a list of its own, so that a controller which
             # ends here loses none, and what arrives behind it stays behind it.
-            await self._clients.facts.blmove(
+            came = await self._clients.facts.blmove(
                 keys.ARRIVED_FACTS,
                 keys.TAKEN_FACTS,
                 min(timeout_s, MAX_BLOCK_S),  # type: ignore[arg-type] # Redis takes parts of a second
             )
-        return await self._taken(limit)
+        return await self._taken(limit) if came is not None else []
 
     async def _taken(self, limit: int) -> list[Entry]:
         with self._clients.answering(keys.FACTS, keys.TAKEN_FACTS, keys.ARRIVED_FACTS):

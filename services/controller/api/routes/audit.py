@@ -5,9 +5,8 @@ from typing import Annotated
 from fastapi import APIRouter, Query, Request, Response
 
 from services.contract.api.access import AuditPage
-from services.controller.api.conditional import answer
+from services.controller.api.conditional import answer, next_link
 from services.controller.api.context import WithPorts
-from services.controller.api.routes.jobs import next_link
 from services.controller.api.scopes import OPERATES
 from services.controller.use_cases.access import page_of_audit
 from services.controller.use_cases.cursors import to_entry_id

@@ -8,9 +8,8 @@ from pydantic import StringConstraints
 from services.contract.api.views import EventPage
 from services.contract.words.ids import JobId
 from services.controller.api import sse
-from services.controller.api.conditional import answer
+from services.controller.api.conditional import answer, next_link
 from services.controller.api.context import WithContext, WithPrincipal
-from services.controller.api.routes.jobs import next_link
 from services.controller.api.routes.watch import (
     STREAM,
     Accept,

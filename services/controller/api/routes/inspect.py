@@ -15,7 +15,7 @@ from services.contract.api.views import (
     RankList,
     RankView,
 )
-from services.controller.api.conditional import answer
+from services.controller.api.conditional import answer, next_link
 from services.controller.api.context import WithActor, WithContext, WithPorts, WithPrincipal
 from services.controller.api.scopes import OWNS_JOB, READS, READS_NODE
 from services.controller.domain.job.events import DiagnosisAsked
@@ -96,9 +96,15 @@ async def metrics(  # noqa: PLR0913 one parameter a part of the request
 
 
 @router.get("/nodes", response_model=NodeList, dependencies=[READS])
-async def list_nodes(request: Request, ports: WithPorts) -> Response:
-    """All known nodes, their leases, and the ranks that they run."""
-    return answer(request, await use_cases.list_nodes(ports))
+async def list_nodes(
+    request: Request,
+    ports: WithPorts,
+    limit: Annotated[int, Query(ge=1, le=1000)] = 200,
+    cursor: str | None = None,
+) -> Response:
+    """Known nodes by name, their leases, and the jobs that they run."""
+    page = await use_cases.list_nodes(ports, cursor, limit)
+    return answer(request, page, headers=next_link(request, page.next_cursor))
 
 
 @router.get("/nodes/{node_id}", response_model=NodeView, dependencies=[READS_NODE])

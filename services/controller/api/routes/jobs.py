@@ -23,7 +23,7 @@ from services.contract.api.views import (
 from services.contract.system.long_work import in_turns
 from services.contract.words.problems import Fault, Problem, first_faults
 from services.contract.words.states import JobState
-from services.controller.api.conditional import answer, answer_page, revisions_matched
+from services.controller.api.conditional import answer, answer_page, next_link, revisions_matched
 from services.controller.api.context import WithActor, WithContext, WithPorts, WithPrincipal
 from services.controller.api.scopes import OWNS_JOB, READS, SUBMITS
 from services.controller.domain.errors import InvalidRequestError
@@ -82,7 +82,7 @@ async def submit(
         claim = Claim(actor.name, idempotency_key, _digest(_json(wanted)))
     view = await submit_job(
         context.ports,
-        Submission(wanted, claim, dry_run, context.most_unfinished),
+        Submission(wanted, claim, dry_run),
         actor,
         context.entry_points,
         context.drawing,
@@ -199,7 +199,7 @@ async def clone(  # noqa: PLR0913 one parameter a part of the request
     claim = None
     if idempotency_key is not None:
         claim = Claim(actor.name, idempotency_key, _digest({"clone": job_id, **_json(body)}))
-    cloning = Cloning(job_id, body, claim, dry_run, context.most_unfinished)
+    cloning = Cloning(job_id, body, claim, dry_run)
     view = await clone_job(context.ports, cloning, actor, context.entry_points)
     if dry_run:
         return answer(request, view)
@@ -307,14 +307,6 @@ async def kill(job_id: str, request: Request, ports: WithPorts, actor: WithActor
 async def list_attempts(job_id: str, request: Request, ports: WithPorts) -> Response:
     """A job's attempts, oldest first, and how each ended."""
     return answer(request, await use_cases.list_attempts(ports, job_id))
-
-
-def next_link(request: Request, cursor: str | None) -> dict[str, str]:
-    """The header that names the next page, if there is one."""
-    if cursor is None:
-        return {}
-    url = request.url.include_query_params(cursor=cursor)
-    return {"Link": f'<{url.path}?{url.query}>; rel="next"'}
 
 
 def _field_names(fields: str) -> set[str]:

@@ -8,9 +8,9 @@ from fastapi import APIRouter, Query, Request, Response
 from services.contract.api.plan_views import PlanList, PlanView
 from services.contract.jobs.specs import JobSpec
 from services.contract.words.states import PlanState
-from services.controller.api.conditional import answer
+from services.controller.api.conditional import answer, next_link
 from services.controller.api.context import WithActor, WithContext
-from services.controller.api.routes.jobs import next_link, refuse_unspeakable
+from services.controller.api.routes.jobs import refuse_unspeakable
 from services.controller.api.scopes import READS, SUBMITS
 from services.controller.use_cases import plans as use_cases
 from services.controller.use_cases.plan_list import PlanFilter, list_plans

@@ -8,9 +8,8 @@ from pydantic import AwareDatetime
 
 from services.contract.api.views import EventPage, LogPage
 from services.controller.api import sse
-from services.controller.api.conditional import answer
+from services.controller.api.conditional import answer, next_link
 from services.controller.api.context import Context, WithContext, WithPrincipal
-from services.controller.api.routes.jobs import next_link
 from services.controller.api.scopes import READS
 from services.controller.domain.access.token import Principal
 from services.controller.use_cases import watch as use_cases

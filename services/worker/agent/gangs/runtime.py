@@ -4,7 +4,7 @@ import asyncio
 import contextlib
 import signal
 import time
-from collections.abc import Callable, Coroutine, Iterator
+from collections.abc import Callable, Collection, Coroutine, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Final
@@ -41,7 +41,7 @@ from services.worker.agent.gangs.events import (
     Ticked,
     VoteChecked,
 )
-from services.worker.agent.gangs.exit_order import aborted_for_memory, exits
+from services.worker.agent.gangs.exit_order import aborted_for_memory, exits, lost_thread
 from services.worker.agent.gangs.state import GangState, RankState
 from services.worker.agent.gangs.vote_check import VoteCheck
 from services.worker.agent.host.folders import AttemptFolder
@@ -58,6 +58,7 @@ from services.worker.agent.host.stacks import collect
 from services.worker.agent.ranks.launch import Crew
 from services.worker.agent.ranks.rank_link import RankLink
 from services.worker.agent.telemetry.gang_telemetry import GangTelemetry, Records
+from services.worker.agent.telemetry.hang import Mark
 
 _PIPE_END_S: Final = 2.0
 _REAPED_WITHIN_S: Final = 1.0
@@ -116,6 +117,7 @@ class GangRuntime:
         self._first_exit_at: float | None = None
         self._looked_for_dead_at = time.monotonic()
         self._unreaped: set[int] = set()
+        self._marks: dict[int, Mark] = {}
 
     def has(self, pid: int) -> bool:
         """Whether a rank that is not reaped yet has this process id."""
@@ -202,7 +204,9 @@ class GangRuntime:
             self._free_the_dead()
             if not pauses:
                 marks, usual_s = self._telemetry.marks(), self._telemetry.usual_step_s()
-                self.happen(LookedAt(marks, usual_s, self._stopped()))
+                still = {rank for rank, mark in marks.items() if self._marks.get(rank) == mark}
+                self._marks = marks
+                self.happen(LookedAt(marks, usual_s, self._stopped(still)))
             self.happen(Ticked())
 
     def silent(self) -> bool:
@@ -322,7 +326,12 @@ class GangRuntime:
         living = {r.rank: r.pid for r in self._state.ranks.values() if not r.ended}
         stacks = await collect(self._folder.path, living)
         ready = self._ready()
-        found = [self._telemetry.find(r, ready[r], stacks.get(r)) for r in living]
+        logs = [self._folder.log(rank, "stderr") for rank in living]
+        lost = await asyncio.to_thread(lambda: list(map(lost_thread, logs)))
+        found = [
+            self._telemetry.find(r, ready[r], stacks.get(r), lost_thread=is_lost)
+            for r, is_lost in zip(living, lost, strict=True)
+        ]
         findings = Findings(
             why=wanted.why,
             still_s=wanted.stall.still_s,
@@ -344,9 +353,9 @@ class GangRuntime:
     def _ready(self) -> dict[int, RankReady | None]:
         return {number: rank.ready for number, rank in self._state.ranks.items()}
 
-    def _stopped(self) -> frozenset[int]:
-        """The ranks whose processes a signal or a tracer has stopped."""
-        living = (rank for rank in self._state.ranks.values() if not rank.ended)
+    def _stopped(self, still: Collection[int]) -> frozenset[int]:
+        """The ranks whose processes a signal or a tracer has stopped, of those that stand still."""
+        living = (self._state.ranks[rank] for rank in still if not self._state.ranks[rank].ended)
         return frozenset(each.rank for each in living if process_state(each.pid) in STOPPED)
 
     def _free_the_dead(self) -> None:

@@ -20,8 +20,8 @@ from services.worker.agent.ranks.warm_link import WarmLink
 
 READY_WITHIN_S: Final = 120.0
 _PAUSE_S: Final = 0.5
-STOPPED_LOOKS: Final = 10
-_LOOK_EVERY_S: Final = 1.0
+STOPPED_LOOKS: Final = 5
+_LOOK_EVERY_S: Final = 2.0
 _log = structlog.get_logger()
 _FAILED: Final = retry_if_exception_type((WarmGoneError, OSError))
 # What a node lacks it may lack for long, and the nodes of a cluster lack it at one moment.

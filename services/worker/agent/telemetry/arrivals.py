@@ -27,6 +27,7 @@ _SHORTEST_MEMORY_S: Final = 10.0
 _STEPS_REMEMBERED: Final = 32
 """The window of the figures. A busy host delays one rank or the other for some steps: over a
 shorter window that alone costs 10 % of a step."""
+_READ_EVERY_S: Final = 1.0
 _TELLING_S: Final = 1.0
 """Less time than this says nothing: in their first steps ranks warm up each in its own time."""
 
@@ -37,6 +38,41 @@ class Lateness:
 
     lag_s: float
     score: float
+
+
+class ArrivalPacing:
+    """When the arrivals on the boards are to be read: often enough for a fair sample, not oftener.
+
+    The rings hold the last ``kept`` arrivals. Where they hold two whole steps, one reading a second is
+    such a sample, however short the steps are. Longer steps are read before half of a ring is written
+    over: else always the same part of a step could be seen.
+
+    Args:
+        kept: How many arrivals a ring holds.
+    """
+
+    def __init__(self, kept: int) -> None:
+        self._kept = kept
+        self._issued = 0
+        self._step = 0
+        self._read_at: float | None = None
+
+    def is_due(self, issued: int, step: int, now: float) -> bool:
+        """Whether to read now; if so, that counts as done.
+
+        Args:
+            issued: The number of the newest collective, of the group with the most.
+            step: The last finished step.
+            now: The monotonic clock, seconds.
+        """
+        new = issued - self._issued
+        a_step = new / max(step - self._step, 1)
+        waited = self._read_at is None or now - self._read_at >= _READ_EVERY_S
+        is_short = 2 * a_step <= self._kept
+        if not (waited and new != 0) and (is_short or 2 * new < self._kept):
+            return False
+        self._issued, self._step, self._read_at = issued, step, now
+        return True
 
 
 class ArrivalMeter:

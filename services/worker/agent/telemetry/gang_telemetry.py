@@ -11,7 +11,13 @@ from typing import Final, Literal, TypeVar
 
 import structlog
 
-from services.contract.messages.board import BoardError, BoardReader, BoardSnapshot, BoardStep
+from services.contract.messages.board import (
+    ARRIVALS_KEPT,
+    BoardError,
+    BoardReader,
+    BoardSnapshot,
+    BoardStep,
+)
 from services.contract.messages.findings import RankFinding
 from services.contract.messages.rank_pipe import RankMetrics, RankReady
 from services.contract.messages.telemetry import LogLine, MetricRecord, RankSample, StepRecord
@@ -23,7 +29,7 @@ from services.worker.agent.host.folders import AttemptFolder
 from services.worker.agent.host.processes import process_state
 from services.worker.agent.host.stacks import Stacks
 from services.worker.agent.ranks.launch import Crew
-from services.worker.agent.telemetry.arrivals import ArrivalKey, ArrivalMeter
+from services.worker.agent.telemetry.arrivals import ArrivalKey, ArrivalMeter, ArrivalPacing
 from services.worker.agent.telemetry.hang import Mark
 from services.worker.agent.telemetry.log_tail import LogTail
 
@@ -98,6 +104,7 @@ class GangTelemetry:
         self._has_gaps = False
         self._step_times: deque[float] = deque(maxlen=_STEPS_FOR_MEDIAN)
         self._meter = ArrivalMeter(tuple(seats))
+        self._arrival_pacing = ArrivalPacing(ARRIVALS_KEPT)
 
     def watch(self, ready: Mapping[int, RankReady | None]) -> dict[int, int]:
         """Take in new steps and arrivals; answer the first step of each rank that just made one.
@@ -110,6 +117,8 @@ class GangTelemetry:
         for tail in self._tails.values():
             tail.cut_back()
         begun = self.begun()
+        for rank in list(self._readers):
+            self._snapshot(rank)
         self._watch_steps()
         self._watch_arrivals(ready)
         return begun
@@ -177,8 +186,8 @@ class GangTelemetry:
         return seen
 
     def marks(self) -> dict[int, Mark]:
-        """What moves on each board while its rank makes progress."""
-        return {rank: mark_of(self._snapshot(rank)) for rank in list(self._readers)}
+        """What moves on each board while its rank makes progress, as ``watch`` saw it last."""
+        return {rank: mark_of(self._shown(rank)) for rank in self._readers}
 
     def usual_step_s(self) -> float | None:
         """The median time between the last steps told in this attempt; None before the first."""
@@ -189,6 +198,8 @@ class GangTelemetry:
         rank: int,
         ready: RankReady | None,
         stacks: Stacks | None,
+        *,
+        lost_thread: bool = False,
     ) -> RankFinding:
         """What is to be seen of a rank now."""
         sample = self._sample(rank, ready)
@@ -206,6 +217,7 @@ class GangTelemetry:
             completed=sample.completed,
             frames=stacks.frames if stacks is not None else (),
             stacks=stacks.text if stacks is not None else None,
+            lost_thread=lost_thread,
         )
 
     def end(self) -> None:
@@ -236,6 +248,13 @@ class GangTelemetry:
             self._steps.append(step_record(entry, self._seats[0].fence))
 
     def _watch_arrivals(self, ready: Mapping[int, RankReady | None]) -> None:
+        if len(self._seats) < 2:  # noqa: PLR2004 a comparison takes two
+            return
+        boards = [self._shown(rank) for rank in self._readers]
+        issued = max((max(board.issued) for board in boards), default=0)
+        step = max((board.step for board in boards), default=0)
+        if not self._arrival_pacing.is_due(issued, step, time.monotonic()):
+            return
         arrivals: dict[int, dict[ArrivalKey, int]] = {}
         for rank in list(self._readers):
             groups = ready[rank]
@@ -288,6 +307,10 @@ class GangTelemetry:
         # A fast writer can tear both snapshots under one look: what was seen before still holds.
         if read is not None:
             self._seen[rank] = read
+        return self._shown(rank)
+
+    def _shown(self, rank: int) -> BoardSnapshot:
+        """What the board was last seen to show."""
         return self._seen.get(rank) or BoardSnapshot(fence=self._seats[rank].fence)
 
     def _sample(self, rank: int, ready: RankReady | None) -> RankSample:

@@ -244,7 +244,26 @@ export function useAttempts(job: JobView): Polled<AttemptList> {
 }
 
 export function useNodes(): Polled<NodeList> {
-  return usePolled("v1/nodes", CALM_MS);
+  const { data, error } = useQuery({
+    queryKey: ["v1/nodes"],
+    queryFn: ({ signal }) => allNodes(signal),
+    refetchInterval: () => paced(CALM_MS),
+  });
+  return { data, error };
+}
+
+/** Page after page: most clusters have one, whose 304 gives the very same object. */
+async function allNodes(signal: AbortSignal): Promise<NodeList> {
+  const first = await get<NodeList>("v1/nodes?limit=1000", signal);
+  let cursor = first.next_cursor;
+  if (!cursor) return first;
+  const items = [...first.items];
+  while (cursor) {
+    const page: NodeList = await get<NodeList>(`v1/nodes?limit=1000&cursor=${encodeURIComponent(cursor)}`, signal);
+    items.push(...page.items);
+    cursor = page.next_cursor;
+  }
+  return { ...first, items, next_cursor: null };
 }
 
 export function usePlans(states: PlanState[], cursor: string | null): Polled<PlanList> {

@@ -1,6 +1,6 @@
 // Written by `npm run types` from tests/controller/openapi.json; not to be edited.
-// document c0e3c63fad85f2d429282995e02833f219a75844238fceb1320c5efcce3382f4
-// types 6c173377480f6c72e12fd71ec99ecd6d49231abec0f0f6ca97ad7903c173941c
+// document 14a72d2ef3095e3e328e6f3e57a23e46fb19fef39da1e4deff925897b65de936
+// types 69c28157c5d485cf35e36596323f53c47ea161a7f4ecfe7d86002e90d0d0d25c
 
 export type paths = Record<string, never>;
 export type webhooks = Record<string, never>;
@@ -646,7 +646,7 @@ export interface components {
          * @description Why a job or an attempt ended.
          * @enum {string}
          */
-        ExitReason: "completed" | "cancelled" | "paused" | "killed" | "user_error" | "rank_lost" | "node_lost" | "launch_failed" | "checkpoint_failed" | "restarts_exhausted" | "preempted" | "node_drained" | "resized" | "hang" | "nan" | "infeasible";
+        ExitReason: "completed" | "cancelled" | "paused" | "killed" | "user_error" | "rank_lost" | "node_lost" | "launch_failed" | "checkpoint_failed" | "restarts_exhausted" | "preempted" | "node_drained" | "resized" | "hang" | "nan" | "out_of_memory" | "infeasible";
         /**
          * ExportedFile
          * @description One file of an export.
@@ -1528,11 +1528,13 @@ export interface components {
         };
         /**
          * NodeList
-         * @description All known nodes.
+         * @description A page of the known nodes, by name.
          */
         NodeList: {
             /** Items */
             items: components["schemas"]["NodeView"][];
+            /** Next Cursor */
+            next_cursor: string | null;
         };
         /**
          * NodeState
@@ -1861,6 +1863,52 @@ export interface components {
             units: components["schemas"]["PlanUnit"][];
         };
         /**
+         * PoolKind
+         * @description What brings the nodes of a pool.
+         * @enum {string}
+         */
+        PoolKind: "slurm" | "ray" | "kubernetes";
+        /**
+         * PoolList
+         * @description All pools, in the order in which they are asked.
+         */
+        PoolList: {
+            /** Items */
+            items: components["schemas"]["PoolView"][];
+        };
+        /**
+         * PoolView
+         * @description A pool: what it may have at a time, and what it has.
+         */
+        PoolView: {
+            /**
+             * Accelerators
+             * @description of each node
+             */
+            accelerators: number;
+            /**
+             * Cpu Slots
+             * @description of each node
+             */
+            cpu_slots: number;
+            /** Idle Timeout S */
+            idle_timeout_s: number;
+            kind: components["schemas"]["PoolKind"];
+            /** Max Nodes */
+            max_nodes: number;
+            /** Name */
+            name: string;
+            /** Ready Timeout S */
+            ready_timeout_s: number;
+            /** Reservations */
+            reservations: components["schemas"]["ReservationView"][];
+            /**
+             * Trouble
+             * @description why it does not answer; null: it does, or this controller does not lead
+             */
+            trouble: string | null;
+        };
+        /**
          * PrecisionSpec
          * @description Element types: of the gathered parameters and of the gradient reduction.
          *
@@ -2164,6 +2212,46 @@ export interface components {
             tokens_per_s: number | null;
             /** Unit */
             unit: string | null;
+        };
+        /**
+         * ReservationState
+         * @description What is wanted of nodes of a pool, and how far that is.
+         *
+         *     REQUESTED: the pool is to be asked. PROVISIONING: it was asked; not all nodes have joined. READY: all
+         *     have. RELEASING: they are to be given back.
+         * @enum {string}
+         */
+        ReservationState: "REQUESTED" | "PROVISIONING" | "READY" | "RELEASING";
+        /**
+         * ReservationView
+         * @description Nodes that a pool was asked for, all or none of them.
+         */
+        ReservationView: {
+            /** Id */
+            id: string;
+            /**
+             * Job Id
+             * @description for which it was made; null: found at the pool
+             */
+            job_id: string | null;
+            /** Node Ids */
+            node_ids: string[];
+            /**
+             * Ready At
+             * @description when all nodes had joined
+             */
+            ready_at: string | null;
+            /**
+             * Reason
+             * @description what the pool said last, or why it is given back
+             */
+            reason: string;
+            /**
+             * Requested At
+             * Format: date-time
+             */
+            requested_at: string;
+            state: components["schemas"]["ReservationState"];
         };
         /**
          * ResourcesPatch
@@ -3061,6 +3149,9 @@ export type PlanState = components['schemas']['PlanState'];
 export type PlanSummary = components['schemas']['PlanSummary'];
 export type PlanUnit = components['schemas']['PlanUnit'];
 export type PlanView = components['schemas']['PlanView'];
+export type PoolKind = components['schemas']['PoolKind'];
+export type PoolList = components['schemas']['PoolList'];
+export type PoolView = components['schemas']['PoolView'];
 export type PrecisionSpec = components['schemas']['PrecisionSpec'];
 export type Problem = components['schemas']['Problem'];
 export type Progress = components['schemas']['Progress'];
@@ -3071,6 +3162,8 @@ export type RankMemory = components['schemas']['RankMemory'];
 export type RankPlacement = components['schemas']['RankPlacement'];
 export type RankStacks = components['schemas']['RankStacks'];
 export type RankView = components['schemas']['RankView'];
+export type ReservationState = components['schemas']['ReservationState'];
+export type ReservationView = components['schemas']['ReservationView'];
 export type ResourcesPatch = components['schemas']['ResourcesPatch'];
 export type ResourceSpec = components['schemas']['ResourceSpec'];
 export type ResumeRequest = components['schemas']['ResumeRequest'];
