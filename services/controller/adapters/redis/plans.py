@@ -58,6 +58,7 @@ class RedisPlans:
                     keys.measuring(node_id, device_type),
                     keys.node_inbox(node_id),
                     keys.PLANS,
+                    keys.plans_of(plan.owner),
                 ],
                 args=[
                     plan.model_dump_json(),
@@ -72,6 +73,9 @@ class RedisPlans:
                     plan.id,
                     plan.created_ms,
                     plan.created_ms - keys.PLAN_TTL_S * 1000,
+                    PlanState.PROBING.value,
+                    keys.plan(""),
+                    keys.PLANS_KEPT,
                 ],
             )
         return status

@@ -213,20 +213,28 @@ CREATE: Final = (
     + _COUNT_TO_QUOTA
     + """
 -- KEYS: job, all jobs, active jobs, events, idempotency, history, changes, that its records are whole,
--- events of all jobs, the owner's jobs that have not ended, all the owner's jobs
-local other = mistyped({'hash', 'zset', 'set', 'stream', 'string', 'stream'})
+-- events of all jobs, the owner's jobs that have not ended, all the owner's jobs, the claims of who asks
+local other = mistyped({'hash', 'zset', 'set', 'stream', 'string', 'stream', [12] = 'zset'})
 if other then return {'mistyped', other} end
 local id, wake, field, doc, state, created = take(), take(), take(), take(), take(), take()
 local summary, listed = take(), take()
 local digest, ttl = take(), take()
-local most_not_ended, most_kept = take(), take()
+local most_not_ended, most_kept, most_claims = take(), take(), take()
 if digest ~= '' then
   local claimed = redis.call('GET', KEYS[5])
   if claimed then return {'claimed', claimed} end
 end
 if is_full(KEYS[10], most_not_ended) then return {'not_ended', most_not_ended} end
 if is_full(KEYS[11], most_kept) then return {'kept', most_kept} end
-if digest ~= '' then redis.call('SET', KEYS[5], digest .. ' ' .. doc, 'EX', ttl) end
+if digest ~= '' then
+  redis.call('SET', KEYS[5], digest .. ' ' .. doc, 'EX', ttl)
+  redis.call('ZADD', KEYS[12], created, KEYS[5])
+  redis.call('EXPIRE', KEYS[12], ttl)
+  for _, oldest in ipairs(redis.call('ZRANGE', KEYS[12], 0, -1 - most_claims)) do
+    redis.call('DEL', oldest)
+    redis.call('ZREM', KEYS[12], oldest)
+  end
+end
 redis.call('HSET', KEYS[1], 'doc', doc, 'version', '1', 'fence', '0', 'state', state, 'summary', summary)
 relist(KEYS[1], id, created, listed)
 redis.call('ZADD', KEYS[2], created, id)
@@ -436,15 +444,31 @@ KEEP_PLAN: Final = (
     _TAKE_LIST
     + TO_INBOX
     + """
--- KEYS: plan, answer, that it was asked, inbox, that measuring was asked, inbox for that, all plans
+-- KEYS: plan, answer, that it was asked, inbox, that measuring was asked, inbox for that, all plans, the
+-- owner's plans
 local doc, state, ttl, fresh, field = take(), take(), take(), take(), take()
 local patience, question, measuring, measure = take(), take(), take(), take()
 local id, created, forgotten = take(), take(), take()
+local probing, prefix, most = take(), take(), take()
 redis.call('HSET', KEYS[1], 'doc', doc, 'state', state)
 redis.call('EXPIRE', KEYS[1], ttl)
 redis.call('ZADD', KEYS[7], created, id)
 redis.call('ZREMRANGEBYSCORE', KEYS[7], '-inf', forgotten)
 redis.call('EXPIRE', KEYS[7], ttl)
+redis.call('ZADD', KEYS[8], created, id)
+redis.call('EXPIRE', KEYS[8], ttl)
+-- Those that are being made are kept, for jobs wait for them.
+local over = redis.call('ZCARD', KEYS[8]) - most
+for _, oldest in ipairs(over > 0 and redis.call('ZRANGE', KEYS[8], 0, 63) or {}) do
+  local is_made = redis.pcall('HGET', prefix .. oldest, 'state') ~= probing
+  local since = tonumber(redis.call('ZSCORE', KEYS[8], oldest))
+  if over > 0 and oldest ~= id and (is_made or since + patience < tonumber(created)) then
+    redis.call('DEL', prefix .. oldest)
+    redis.call('ZREM', KEYS[8], oldest)
+    redis.call('ZREM', KEYS[7], oldest)
+    over = over - 1
+  end
+end
 if measure ~= '' and redis.call('SET', KEYS[5], '1', 'NX', 'EX', measuring) then
   to_inbox(KEYS[6], field, measure)
 end
