@@ -105,12 +105,12 @@ def _storage(nodes: Sequence[NodeView]) -> Iterator[Finding]:
             by_storage.setdefault(node.inventory.storage_id, []).append(node.id)
     unknown = [node.id for node in nodes if node.inventory.storage_id is None]
     if unknown:
+        # No failure: an agent of an older version does not tell. One that cannot write there reports it elsewhere.
         yield Finding(
             "storage",
-            healthy=False,
-            detail=f"{', '.join(unknown[:_MOST_NAMED])} could not read or write the storage when the agent started, "
-            "or runs an older version",
-            advice="check MESHLOOM_CHECKPOINT_ROOT there, and restart the agent",
+            healthy=True,
+            detail=f"not known of {', '.join(unknown[:_MOST_NAMED])}: the agent could not use it when it started, "
+            "or is of an older version",
         )
     if len(nodes) > 1 and by_storage:
         several = "; ".join(

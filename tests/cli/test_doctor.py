@@ -24,6 +24,5 @@ def test_nodes_with_different_storages_are_told_apart() -> None:
 
 def test_a_node_that_could_not_use_its_storage_is_named_and_one_alone_needs_none_to_share() -> None:
     (unread,) = _storage([node("loom-1", None)])
-    assert not unread.healthy
-    assert unread.detail.startswith("loom-1 could not read")
+    assert unread.detail.startswith("not known of loom-1: ")
     assert not list(_storage([node("loom-1", ONE)]))
