@@ -45,14 +45,24 @@ class Actor:
         return [Fault(pointer="/priority", detail=detail, code="priority_not_allowed")]
 
 
+_LABELS_KEPT: Final = 512
+"""Characters: labels may have 20 000, and the feed keeps 20 000 events."""
+
+
 class EventRecord(Record):
-    """A line of a job's event log. Its time is that of its place in the log."""
+    """A line of a job's event log. Its time is that of its place in the log.
+
+    ``owner`` and ``labels`` are the job's at that time, by which its events are found when it is deleted. None: an older
+    version wrote the line, or the labels are too long to be kept with each event.
+    """
 
     kind: str
     message: str
     actor: str
     request_id: str | None = None
     data: dict[str, Any]
+    owner: str | None = None
+    labels: dict[str, str] | None = None
 
 
 @dataclass(frozen=True)
@@ -192,6 +202,9 @@ class Among:
 
 def event_records(decision: Decision, actor: Actor) -> tuple[EventRecord, ...]:
     """A decision's notes as lines of the event log."""
+    labels: dict[str, str] | None = decision.job.spec.labels
+    if sum(len(key) + len(value) for key, value in decision.job.spec.labels.items()) > _LABELS_KEPT:
+        labels = None
     return tuple(
         EventRecord(
             kind=note.kind,
@@ -199,6 +212,8 @@ def event_records(decision: Decision, actor: Actor) -> tuple[EventRecord, ...]:
             actor=actor.name,
             request_id=actor.request_id,
             data=note.data,
+            owner=decision.job.owner,
+            labels=labels,
         )
         for note in decision.notes
     )
