@@ -50,22 +50,24 @@ class Context:
     turns: Turns = field(default_factory=Turns)
 
 
-def _context(request: Request) -> Context:
+# Asynchronous although they wait for nothing: else each request would wait for a thread, once for each of them.
+async def _context(request: Request) -> Context:
     context: Context = request.app.state.context
     return context
 
 
-def _ports(request: Request) -> Ports:
-    return _context(request).ports
+async def _ports(request: Request) -> Ports:
+    context: Context = request.app.state.context
+    return context.ports
 
 
-def _principal(request: Request) -> Principal:
+async def _principal(request: Request) -> Principal:
     asks: Principal = request.state.principal
     return asks
 
 
-def _actor(request: Request) -> Actor:
-    return Actor(_principal(request).subject, request.state.request_id)
+async def _actor(request: Request) -> Actor:
+    return Actor(request.state.principal.subject, request.state.request_id)
 
 
 WithContext = Annotated[Context, Depends(_context)]
