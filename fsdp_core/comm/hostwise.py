@@ -66,7 +66,7 @@ class HostwiseCollectives(GroupCollectives):
         within, ranks = self.within, self.within.size
         numel = output.numel() // self.size
         what = f"exchange of {output.numel()} gathered elements on this host"
-        number = within.start(what, box.place)
+        number = within.start(what, box)
         rows = output.view(self._hosts, ranks, numel)
         for place, at in enumerate(within.await_started(number, what)):
             rows[:, place].copy_(self._view(place, at, self._hosts, numel, output.dtype))
@@ -93,7 +93,7 @@ class HostwiseCollectives(GroupCollectives):
         mine = self._view(within.rank, box.place, 1, contribution.numel(), contribution.dtype)
         mine.view(-1).copy_(contribution)
         what = f"sum of {contribution.numel()} elements on this host"
-        number = within.start(what, box.place)
+        number = within.start(what, box)
         numel = output.numel()
         first, second, *more = (
             self._view(place, at, self._hosts * ranks, numel, output.dtype)[within.rank :: ranks]

@@ -120,8 +120,8 @@ class ExtendedParam:
         """What `local` sends, each 1D, and remembers its shapes and metadata.
 
         Raises:
-            StateError: The method has another signature than the protocol's, or the slice is
-                padded on some ranks and the method returned an input without padding.
+            StateError: The method has another signature than the protocol's, or slices differ in
+                size and it has the short one, or returned an input without padding.
         """
         place = self._place
         method = cast("_Extension", local).fsdp_pre_all_gather
@@ -133,6 +133,7 @@ class ExtendedParam:
                 "outer_stride, module, mp_policy)."
             )
         if given == _SHORT:
+            self._check_even()
             inputs, self._metadata = method(place.mesh)
         else:
             whole = torch.Size(place.slicing.shape)
@@ -224,6 +225,17 @@ class ExtendedParam:
         whole = output.new_empty(slicing.shape)
         slices.join(output.view(slicing.parts, slicing.row), slicing, whole)
         return whole
+
+    def _check_even(self) -> None:
+        # On all ranks alike: inputs of different sizes end the process group.
+        cut = self._place.slicing
+        if cut.row * cut.parts != cut.total:
+            raise StateError(
+                f"Parameter {self._place.fqn!r} of shape {cut.shape} is unevenly sharded over "
+                f"{cut.parts} ranks, but its fsdp_pre_all_gather takes (self, mesh) alone, and cannot "
+                "pad. Take (self, mesh, outer_size, outer_stride, module, mp_policy), and return inputs "
+                f"of the padded sharded size {torch.Size(cut.padded_shape)}."
+            )
 
     def _check_padding(self, local: torch.Tensor, inputs: Sequence[torch.Tensor]) -> None:
         wanted = torch.Size(self._place.slicing.padded_shape)

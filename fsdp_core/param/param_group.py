@@ -124,6 +124,11 @@ class FSDPParamGroup:
         return self.info.replicate.group is not None
 
     @property
+    def awaits_reduce(self) -> bool:
+        """Whether whole gradients of a backward that did not reduce were kept."""
+        return self._awaits_reduce
+
+    @property
     def is_gathering(self) -> bool:
         """Whether a gather is in flight."""
         return self._gather is not None

@@ -22,6 +22,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Final, Self, cast
 
 import torch
+from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from fsdp_core import torch_private
@@ -132,10 +133,10 @@ class SharedSlices:
                 param.move_slice(own)
 
     def _lay_out(self, rows: tuple[_Row, ...]) -> None:
+        self._departure()  # nobody waits for words that this rank writes no more
         self._rows = rows
         self._segments = self._axis.peers.exchange(_end(rows))
         self._counters = [Counters(each, 0, _WORDS) for each in self._segments]
-        self._departure.detach()
         self._departure = self._departs()
         self._landed = self._released = 0
         self._are_copied = not all(map(_is_one_copy, rows))
@@ -194,7 +195,6 @@ class SharedSlices:
 
     def drop(self) -> None:
         """Ends a gather that nobody used; there is nothing to wait for."""
-        self._axis.abandon(self._number)
         self._note_landed()
 
     def await_copied(self) -> None:
@@ -214,13 +214,16 @@ class SharedSlices:
             what = f"computation after the {self._what}"
             self._axis.wait_for_others(self._counters, _RELEASED, self._released, what)
 
-    def prepare_to_write(self) -> None:
-        """Ends this rank's use of the parameters and waits for the others'; then slices may change."""
+    def end_use(self) -> None:
+        """Ends this rank's use of the parameters, unless a backward goes on."""
         end_use = self._end_use()
         if end_use is not None and not torch_private.in_backward():
             end_use()
-        self.await_copied()
-        self.await_released()
+
+    @property
+    def storages(self) -> list[int]:
+        """Where the storages of this rank's slices begin that others read."""
+        return [each.untyped_storage().data_ptr() for each in self._own_rows]
 
     @property
     def _plan_of_issue(self) -> _Plan:
@@ -301,12 +304,31 @@ def _guard_optimizers(slices: SharedSlices) -> None:
 _optimizer_hooks: list[RemovableHandle] = []
 
 
-def _before_step(*_: object) -> None:
-    for slices in list(_guarded):
-        slices.prepare_to_write()
+def _before_step(optimizer: torch.optim.Optimizer, *_: object) -> None:
+    guarded = list(_guarded)
+    if _may_write(optimizer, guarded):
+        # First all uses end: the order of a set is another on each rank, and two ranks that began with
+        # different groups would wait for each other.
+        for slices in guarded:
+            slices.end_use()
+        for slices in guarded:
+            slices.await_copied()
+            slices.await_released()
     if not _guarded:
         while _optimizer_hooks:
             _optimizer_hooks.pop().remove()
+
+
+def _may_write(optimizer: torch.optim.Optimizer, guarded: Sequence[SharedSlices]) -> bool:
+    """Whether some rank's slices may be what the optimizer updates.
+
+    One of plain tensors alone, elsewhere in memory, may be stepped by one rank, and must wait for nobody.
+    """
+    params = [param for group in optimizer.param_groups for param in group["params"]]
+    if not params or any(isinstance(param, DTensor) for param in params):
+        return True
+    storages = {start for slices in guarded for start in slices.storages}
+    return any(param.untyped_storage().data_ptr() in storages for param in params)
 
 
 def _is_one_copy(row: _Row) -> bool:

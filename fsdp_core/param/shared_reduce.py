@@ -257,16 +257,12 @@ class SharedReducer:
             what: Names the reduction, alike on all ranks.
             dtype: In which parts are added.
             on_complete: Called when the reduction was waited for.
-
-        Raises:
-            PeerError: A rank has ended.
-            StateError: Too many collectives are in flight.
         """
         plan = self._plan_of(slicings, dtype)
         box = self.axis.take_box(plan.box_bytes)
         own = plan.leave(wholes, box, reduction.pre_divide)
         name = what(plan.packing)
-        number = self.axis.start(name, box.place)
+        number = self.axis.start(name, box)
         return SharedReduction(self.axis, plan, box, own, reduction, number, name, on_complete)
 
     def _plan_of(self, slicings: tuple[Slicing, ...], dtype: torch.dtype) -> _Plan:
@@ -296,6 +292,7 @@ class SharedReduction:
         number: Among the axis's collectives.
         what: Its name.
         on_complete: Called when it was waited for.
+        has_ended: Whether it was waited for or dropped.
     """
 
     axis: SharedMemoryAxis
@@ -306,6 +303,12 @@ class SharedReduction:
     number: int
     what: str
     on_complete: Callable[[], None]
+    has_ended: bool = False
+
+    def __del__(self) -> None:
+        """Of a model that is gone, whose backward raised: its box serves others again."""
+        if not self.has_ended:
+            self.axis.give_back(self.box)
 
     @property
     def packing(self) -> Packing:
@@ -314,7 +317,6 @@ class SharedReduction:
 
     def drop(self) -> None:
         """Forgets it without waiting: the others may have failed elsewhere, and never start it."""
-        self.axis.abandon(self.number)
         self._end()
 
     def wait(self) -> torch.Tensor:
@@ -350,6 +352,7 @@ class SharedReduction:
         return slices
 
     def _end(self) -> None:
+        self.has_ended = True
         self.axis.give_back(self.box)
         self.own = []
         self.on_complete()

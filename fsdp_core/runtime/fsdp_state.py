@@ -303,7 +303,7 @@ class FSDPState(ShardedUnit):
     def complete_backward_within_forward(self) -> None:
         """Reduces what a backward within the unit's own forward added; the forward goes on."""
         self._may_miss_update = True
-        if self._has_new_grads:
+        if self._has_new_grads or self._params.await_reduction:
             self._reduce_and_stay_whole()
 
     def _reduce_and_stay_whole(self) -> None:

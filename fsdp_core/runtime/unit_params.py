@@ -59,6 +59,11 @@ class UnitParams:
         )
 
     @property
+    def await_reduction(self) -> bool:
+        """Whether gradients of a backward that did not reduce wait for one that does."""
+        return any(group.awaits_reduce for group in self.groups)
+
+    @property
     def all(self) -> list[FSDPParam]:
         """The parameters of all groups."""
         return [param for group in self.groups for param in group.params]

@@ -1,22 +1,48 @@
-"""Where the controller is, read from the environment."""
+"""Where the controller is, and the token for it: the one reader of these variables, for programs and the command line."""
 
 import os
-from dataclasses import dataclass, field
-from typing import Final
+from typing import Final, Self
 
-_DEFAULT_PORT: Final = "8400"
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
+from meshloom.client.errors import ClientError
+from services.contract.api.fault_words import in_words
 
-@dataclass(frozen=True)
-class ClientSettings:
-    """``MESHLOOM_URL`` (else this host and ``MESHLOOM_PORT``, 8400) and ``MESHLOOM_TOKEN``."""
-
-    base_url: str
-    token: str | None = field(default=None, repr=False)
+_PREFIX: Final = "MESHLOOM_"
 
 
-def client_settings() -> ClientSettings:
-    """The settings as the environment has them now."""
-    port = os.environ.get("MESHLOOM_PORT", _DEFAULT_PORT)
-    url = os.environ.get("MESHLOOM_URL") or f"http://127.0.0.1:{port}"
-    return ClientSettings(url.rstrip("/"), os.environ.get("MESHLOOM_TOKEN") or None)
+class ClientSettings(BaseModel):
+    """Each is the environment variable ``MESHLOOM_<NAME>``; an empty one counts as unset."""
+
+    model_config = ConfigDict(frozen=True)
+
+    url: str | None = Field(
+        default=None, description="The controller's address; unset: 127.0.0.1 and the port."
+    )
+    port: int = Field(
+        default=8400,
+        ge=1,
+        le=65_535,
+        description="The controller's port, where no address is set.",
+    )
+    token: str | None = Field(default=None, repr=False, description="The bearer token to send.")
+
+    @classmethod
+    def from_environment(cls) -> Self:
+        """The settings as the environment has them now.
+
+        Raises:
+            ClientError: A variable has no valid value, such as a port that is not a number.
+        """
+        given = {name: os.environ.get(f"{_PREFIX}{name.upper()}") for name in cls.model_fields}
+        try:
+            return cls.model_validate({name: value for name, value in given.items() if value})
+        except ValidationError as error:
+            (fault, *_) = error.errors(include_url=False)
+            name = str(fault["loc"][0]).upper()
+            raise ClientError(f"{_PREFIX}{name}: {in_words(fault)}") from None
+
+    @property
+    def base_url(self) -> str:
+        """The controller's root, without a slash at its end."""
+        return (self.url or f"http://127.0.0.1:{self.port}").rstrip("/")

@@ -4,7 +4,7 @@ import signal
 import sys
 from types import FrameType
 
-from services.cli.app import app
+from services.cli.app import Meshloom, app
 from services.contract.system.own_process import hide_process
 
 
@@ -13,6 +13,7 @@ def main() -> None:
     hide_process()
     # As an exception, so that a live view gives the terminal back its cursor.
     signal.signal(signal.SIGTERM, _end)
+    Meshloom.before_loading.append(_declare_late)
     try:
         app()
     except Exception as error:
@@ -23,6 +24,17 @@ def main() -> None:
 
         errors.print(f"meshloom: {text}", style="red")
         sys.exit(2)
+
+
+def _declare_late() -> None:
+    """Have pydantic make a model's validator when it is first used.
+
+    Of some two hundred models of the contract a command reads two or three, and making all takes a tenth of a second.
+    Only here: a service uses them in several threads.
+    """
+    from pydantic import BaseModel  # noqa: PLC0415 (as in _told)
+
+    BaseModel.model_config["defer_build"] = True
 
 
 def _told(error: Exception) -> str | None:

@@ -95,6 +95,7 @@ COMMANDS: Final = (
         "cluster",
         ("queue", "queue", "List the jobs that wait, and why."),
         ("capacity", "capacity", "Show the free slots of every node."),
+        ("pools", "pools", "List the pools that bring nodes, and what they have brought."),
         ("drain", "drain", "Move the jobs of a node elsewhere and start no more there."),
         ("undrain", "undrain", "Let jobs start on a node again."),
         ("forget", "forget", "Delete the record of a lost node."),
@@ -105,6 +106,7 @@ COMMANDS: Final = (
         ("tokens", "tokens", "Make, list and revoke access tokens."),
         ("audit", "audit", "List who changed what, and who was refused."),
     ),
+    *_of(_ADMIN, "webhooks", ("webhooks", "webhooks", "Send events of jobs to a URL.")),
     *_of(_ADMIN, "doctor", ("doctor", "doctor", "Check, from here, all that a job needs.")),
     *_of(_ADMIN, "tokenizing", ("data", "data", "Prepare data for training.")),
 )

@@ -1,10 +1,10 @@
-"""What waits, what is free, and nodes that are to be empty."""
+"""What waits, what is free, what pools bring, and nodes that are to be empty."""
 
 from typing import Annotated
 
 import typer
 
-from services.cli.cluster_tables import capacity_table, queue_table
+from services.cli.cluster_tables import capacity_table, pools_table, queue_table
 from services.cli.connect import connect
 from services.cli.course import Grace
 from services.cli.output import answers, as_data
@@ -44,6 +44,19 @@ def capacity() -> None:
         f"the largest gang that fits now: {found.largest_cpu_gang} CPU ranks, "
         f"{found.largest_cuda_gang} CUDA ranks"
     )
+
+
+@answers
+def pools() -> None:
+    """List the pools that bring nodes when a job fits no free one, and what they have brought.
+
+    Example:
+      meshloom pools
+    """
+    with connect() as client:
+        found = client.pools()
+    if not as_data(found):
+        console.print(pools_table(found) if found.items else "no pools: nodes join by themselves")
 
 
 @answers

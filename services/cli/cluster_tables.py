@@ -4,6 +4,7 @@ from datetime import UTC, datetime
 
 from services.cli.figures import duration, plural, short_age, size, state_text
 from services.cli.layout import Column, Columns, FittedTable
+from services.contract.api.pools import PoolList, PoolView, ReservationView
 from services.contract.api.queue import CapacityView, NodeCapacity, QueueEntry, QueueView
 from services.contract.api.views import NodeList, NodeView
 
@@ -42,6 +43,39 @@ def queue_table(queue: QueueView) -> FittedTable[QueueEntry]:
         Column("why", lambda entry: entry.reason, fit="note"),
     )
     return FittedTable(columns, queue.items)
+
+
+def pools_table(pools: PoolList) -> FittedTable[tuple[PoolView, ReservationView | None]]:
+    """One row a reservation; a pool of which nothing is reserved has one, too."""
+    rows = [
+        (pool, reserved)
+        for pool in pools.items
+        for reserved in (*pool.reservations, None)
+        if reserved is not None or not pool.reservations
+    ]
+    columns: Columns[tuple[PoolView, ReservationView | None]] = (
+        Column("pool", lambda row: row[0].name),
+        Column("kind", lambda row: row[0].kind, drop=5),
+        Column("nodes", _pool_nodes, drop=1),
+        Column("state", lambda row: row[1].state.value if row[1] else "", drop=2),
+        Column("since", lambda row: short_age(row[1].requested_at) if row[1] else "", drop=4),
+        Column("why", _pool_reason, fit="note"),
+    )
+    return FittedTable(columns, rows)
+
+
+def _pool_nodes(row: tuple[PoolView, ReservationView | None]) -> str:
+    pool, reserved = row
+    return f"{len(reserved.node_ids) if reserved else 0} of {pool.max_nodes}"
+
+
+def _pool_reason(row: tuple[PoolView, ReservationView | None]) -> str:
+    pool, reserved = row
+    trouble = f"the pool does not answer: {pool.trouble}" if pool.trouble else ""
+    if reserved is None:
+        return trouble
+    job = f"for {reserved.job_id}" if reserved.job_id else ""
+    return "; ".join(filter(None, [job, reserved.reason, trouble]))
 
 
 def capacity_table(capacity: CapacityView) -> FittedTable[NodeCapacity | CapacityView]:

@@ -5,16 +5,12 @@ import stat
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Annotated, Any, Final, NamedTuple
+from typing import Final, NamedTuple
 
 import humanize
-import typer
 from pathspec import GitIgnoreSpec
 
-from meshloom.client import RestClient as Client
 from services.cli.errors import CliError
-from services.cli.settings import CliSettings
-from services.cli.terminal import errors, one_line
 from services.contract.jobs.code_archives import (
     MOST_MEMBERS,
     MOST_UNPACKED_BYTES,
@@ -30,16 +26,6 @@ _ADVICE: Final = "leave out what no job imports: list it in .gitignore"
 _EXECUTABLE: Final = 0o100
 
 
-Code = Annotated[
-    Path | None,
-    typer.Option(
-        "--code",
-        metavar="DIR",
-        help="Upload this folder, without what .gitignore lists, for the job to import from first.",
-    ),
-]
-
-
 class _Rules(NamedTuple):
     """A ``.gitignore``, and the folder to which its patterns are relative."""
 
@@ -50,18 +36,6 @@ class _Rules(NamedTuple):
 class _File(NamedTuple):
     path: Path
     status: os.stat_result
-
-
-def with_code(client: Client, spec: dict[str, Any], folder: Path | None) -> dict[str, Any]:
-    """The spec that names the code in a folder, which is uploaded unless it is known; or as it is."""
-    if folder is None:
-        return spec
-    body = pack_folder(folder, CliSettings().max_code_mib)
-    code, is_new = client.upload_code(body)
-    size = humanize.naturalsize(code.bytes, binary=True)
-    verb = "uploaded" if is_new else "known already:"
-    errors.print(f"{verb} {code.files} files of {one_line(str(folder))}, {size}, as {code.digest}")
-    return {**spec, "code": code.digest}
 
 
 def pack_folder(folder: Path, most_mib: int) -> bytes:

@@ -8,7 +8,7 @@ from rich.text import Text
 
 from meshloom.client import RestClient as Client
 from services.cli.connect import connect
-from services.cli.figures import figure
+from services.cli.figures import figure, plural
 from services.cli.layout import Column, Columns, Details, Exact, FittedTable
 from services.cli.metrics import MetricRow, metric_names, rows_of
 from services.cli.output import answers, as_data
@@ -78,6 +78,9 @@ def compare(a: Job, b: Job) -> None:
 
 def spec_differences(a: Mapping[str, Any], b: Mapping[str, Any]) -> Iterator[Difference]:
     """The fields in which two specs differ, in their order."""
+    if isinstance(a.get("plan"), Mapping) != isinstance(b.get("plan"), Mapping):
+        # One says in a word what the other says in fields: they differ in the whole, not in each field.
+        a, b = ({**each, "plan": _plan_in_a_word(each.get("plan"))} for each in (a, b))
     flat_a, flat_b = dict(_flat(a)), dict(_flat(b))
     for field in dict.fromkeys([*flat_a, *flat_b]):
         values = flat_a.get(field, _UNSAID), flat_b.get(field, _UNSAID)
@@ -118,6 +121,15 @@ def _metrics(client: Client, job_id: str) -> MetricsView:
 
 def _spec(job: JobView) -> dict[str, Any]:
     return job.spec.model_dump(mode="json")
+
+
+def _plan_in_a_word(plan: object) -> object:
+    """A word as it is; fields as what they are: how many units they name, and how many other fields."""
+    if not isinstance(plan, Mapping):
+        return plan
+    units = plan.get("units")
+    count = len(units) if isinstance(units, list) else 0
+    return f"a layout with {plural(count, 'unit')} of its own" if count else "a layout of its own"
 
 
 def _flat(value: object, path: str = "") -> Iterator[tuple[str, str]]:

@@ -9,7 +9,7 @@ from services.cli.connect import connect
 from services.cli.errors import CliError
 from services.cli.output import answers, as_data, for_programs
 from services.cli.references import Job, checkpoint_id_of, job_id_of
-from services.cli.spec_file import read_model
+from services.cli.request_bodies import read_model
 from services.cli.terminal import console
 from services.cli.watching import Follow, follow_to_its_end
 from services.contract.api.requests import JobPatch

@@ -11,7 +11,6 @@ from meshloom.client import RestClient as Client
 from services.cli.connect import connect
 from services.cli.errors import CliError
 from services.cli.output import answers, as_data
-from services.cli.settings import CliSettings
 from services.cli.terminal import console
 from services.contract.words.states import NodeState
 
@@ -49,9 +48,8 @@ def doctor() -> None:
     Example:
       meshloom doctor
     """
-    settings = CliSettings()
     with connect() as client:
-        findings = list(examine(client, settings))
+        findings = list(examine(client))
     if not as_data({"findings": [vars(finding) for finding in findings]}):
         for finding in findings:
             console.print(finding.line())
@@ -59,14 +57,14 @@ def doctor() -> None:
         raise typer.Exit(_EXIT_UNWELL)
 
 
-def examine(client: Client, settings: CliSettings) -> Iterator[Finding]:
+def examine(client: Client) -> Iterator[Finding]:
     """Look at the controller, its Redis, the token and the nodes, in the order of need."""
     try:
         version = client.version()
     except CliError as error:
         yield Finding("controller", healthy=False, detail=str(error))
         return
-    yield Finding("controller", healthy=True, detail=f"{settings.base_url}, {version.version}")
+    yield Finding("controller", healthy=True, detail=f"{client.base_url}, {version.version}")
     health = client.readiness()
     for part, state in health.checks.items():
         yield Finding(

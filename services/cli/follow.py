@@ -1,7 +1,7 @@
 """Following a job until it ends: a live progress bar, or plain lines where there is no terminal."""
 
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Final
 
 from rich.console import Console, Group, RenderableType
@@ -68,18 +68,39 @@ def _follow_live(client: Client, job_id: str, console: Console, *, every_rank: b
 
 
 def _follow_plainly(client: Client, job_id: str, console: Console) -> JobView:
-    job = client.job(job_id)
-    said: tuple[JobState, str | None] | None = None
+    seen: list[JobView] = []
+
+    def noted() -> Iterator[tuple[JobView, RankList]]:
+        for job, ranks in _observe(client, job_id):
+            seen[:] = [job]
+            yield job, ranks
+
+    for line in plain_lines(noted(), time.monotonic):
+        console.print(line, soft_wrap=True)
+    return seen[0]
+
+
+def plain_lines(
+    observed: Iterable[tuple[JobView, RankList]], now: Callable[[], float]
+) -> Iterator[str]:
+    """A line for each change of state or reason, and for other changes one in five seconds.
+
+    Args:
+        observed: The job and its ranks, again and again.
+        now: Seconds of a clock that only goes forward.
+    """
+    told: tuple[JobState, str | None] | None = None
+    last = ""
     next_line = 0.0
-    for job, ranks in _observe(client, job_id):
-        changed = (job.state, job.reason) != said
-        if changed or time.monotonic() >= next_line:
-            said = (job.state, job.reason)
-            next_line = time.monotonic() + _PLAIN_EVERY_S
+    for job, ranks in observed:
+        changed = (job.state, job.reason) != told
+        phases = "".join(f" {rank.rank}:{rank.phase}" for rank in ranks.items)
+        figures = f"{_plain_figures(job)}{phases}"
+        if changed or (figures != last and now() >= next_line):
+            told, last = (job.state, job.reason), figures
+            next_line = now() + _PLAIN_EVERY_S
             why = f" ({job.reason})" if changed and job.reason else ""
-            phases = "".join(f" {rank.rank}:{rank.phase}" for rank in ranks.items)
-            console.print(f"{job.state}{why}{_plain_figures(job)}{phases}", soft_wrap=True)
-    return job
+            yield f"{job.state}{why}{figures}"
 
 
 def _plain_figures(job: JobView) -> str:

@@ -6,16 +6,17 @@ import typer
 
 from meshloom.client import RestClient as Client
 from services.cli import tables
-from services.cli.code_folder import Code, with_code
 from services.cli.connect import connect
 from services.cli.diagnosing import looked_into
 from services.cli.output import answers, as_data
 from services.cli.references import Job, checkpoint_id_of, job_id_of
-from services.cli.spec_file import read_model, read_overrides
+from services.cli.request_bodies import read_model
 from services.cli.terminal import console
+from services.cli.tracebacks import own_place
+from services.cli.uploading import Code, with_code
 from services.cli.watching import Follow, follow_to_its_end, print_failure, submitted
 from services.contract.api.requests import CloneRequest
-from services.contract.api.views import EventPage
+from services.contract.api.views import DiagnosisView, EventPage, JobView
 from services.contract.words.states import JobState
 
 _LIVE_STATES: Final = frozenset(
@@ -125,15 +126,23 @@ def diagnose(
       meshloom diagnose last --stacks
     """
     with connect() as client:
-        job_id = job_id_of(client, job)
-        lives = client.job(job_id).state in _LIVE_STATES
-        found = client.diagnosis(job_id) if last or not lives else looked_into(client, job_id)
+        view = client.job(job_id_of(client, job))
+        lives = view.state in _LIVE_STATES
+        found = client.diagnosis(view.id) if last or not lives else looked_into(client, view.id)
     if as_data(found):
         return
-    console.print(tables.diagnosis_details(found))
+    console.print(tables.diagnosis_details(found, _place_of(view, found)))
     if stacks:
         for entry in found.stacks:
             console.print(f"\nrank {entry.rank} on {entry.node_id}\n{entry.text}")
+
+
+def _place_of(job: JobView, found: DiagnosisView) -> str | None:
+    """Where in the user's code the rank failed that the diagnosis names."""
+    failure = job.failure
+    if found.live or failure is None or not failure.traceback or failure.rank != found.rank:
+        return None
+    return own_place(failure.traceback)
 
 
 @answers
@@ -168,6 +177,9 @@ def attempts(job: Job) -> None:
     with connect() as client:
         found = client.attempts(job_id_of(client, job))
     if as_data(found):
+        return
+    if not found.items:
+        console.print("No attempts yet")
         return
     console.print(tables.attempts_table(found))
     if found.left_out:
@@ -206,6 +218,8 @@ def clone(
 
       meshloom clone my-model --from best -f
     """
+    from services.cli.spec_file import read_overrides  # noqa: PLC0415 (no other command here needs YAML)
+
     patch = read_overrides(overrides or [])
     with connect() as client:
         patch = with_code(client, patch, code)

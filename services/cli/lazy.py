@@ -1,8 +1,9 @@
 """Commands that are imported when they are run: help and completion need their names alone."""
 
 import importlib
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import typer
 from typer.core import TyperArgument, TyperCommand, TyperGroup, TyperOption
@@ -56,9 +57,13 @@ class Group(TyperGroup):
 
 
 class LazyGroup(Group):
-    """A group of ``listed`` commands; a subclass names them."""
+    """A group of ``listed`` commands; a subclass names them.
+
+    All of ``before_loading`` are called before a command is imported.
+    """
 
     listed: tuple[Listed, ...] = ()
+    before_loading: ClassVar[list[Callable[[], None]]] = []
 
     def __init__(self, **given: Any) -> None:  # noqa: ANN401 passed through to typer
         super().__init__(**given)
@@ -71,7 +76,11 @@ class LazyGroup(Group):
         """The command itself, in the place of what only lists it."""
         name, command, rest = super().resolve_command(ctx, args)
         place = next((each for each in self.listed if each.name == name), None)
-        return name, command if place is None else load(place), rest
+        if place is None:
+            return name, command, rest
+        for prepare in self.before_loading:
+            prepare()
+        return name, load(place), rest
 
 
 def _plainly(params: Any) -> Any:  # noqa: ANN401 typer's parameters have no public type

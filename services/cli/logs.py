@@ -5,7 +5,7 @@ from collections import deque
 from collections.abc import Iterable, Iterator
 from datetime import UTC, datetime
 from enum import StrEnum
-from typing import Annotated
+from typing import Annotated, Final
 
 import typer
 
@@ -17,6 +17,10 @@ from services.cli.references import Job, job_id_of
 from services.cli.terminal import console, errors, one_line
 from services.cli.times import Since, Until
 from services.contract.api.views import LogView
+
+_MOST_OF_THE_CONTROLLER: Final = 1_000
+_LONGEST_TEXT: Final = 200
+_OF_PATTERNS: Final = frozenset(r".^$*+?{}[]\|()")
 
 
 class Stream(StrEnum):
@@ -84,6 +88,9 @@ def logs(  # noqa: PLR0913 (one parameter an option)
         }.items()
         if value is not None
     }
+    if grep and len(grep) <= _LONGEST_TEXT and not _OF_PATTERNS & set(grep):
+        # The controller finds plain text, upper case or lower; an expression could take it any time.
+        filters["text"] = grep
     with connect() as client:
         job_id = job_id_of(client, job)
         if rank is not None:
@@ -108,8 +115,12 @@ def _lines(
     def wanted(lines: Iterable[LogView]) -> Iterator[LogView]:
         return (line for line in lines if pattern is None or pattern.search(line.text))
 
+    read = client.follow_logs if follow else client.logs
     if tail is None:
-        yield from wanted((client.follow_logs if follow else client.logs)(job_id, **filters))
+        yield from wanted(read(job_id, **filters))
+        return
+    if pattern is None and tail <= _MOST_OF_THE_CONTROLLER:
+        yield from read(job_id, tail=tail, **filters)
         return
     known: set[str] = set()
 

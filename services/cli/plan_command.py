@@ -7,7 +7,6 @@ import typer
 from tenacity import Retrying, retry_if_result, wait_fixed
 
 from meshloom.client import RestClient as Client
-from services.cli.code_folder import Code, with_code
 from services.cli.connect import WATCHING_PATIENCE_S, connect
 from services.cli.output import answers, as_data
 from services.cli.plan_tables import plan_parts, plans_table
@@ -15,6 +14,7 @@ from services.cli.references import plan_id_of
 from services.cli.spec_file import judged, read_text
 from services.cli.terminal import console, errors
 from services.cli.tracebacks import own_frames
+from services.cli.uploading import Code, with_code
 from services.contract.api.plan_views import PlanView
 from services.contract.words.states import PlanState
 

@@ -119,7 +119,7 @@ def _layout_rows(plan: PlanView) -> Iterator[tuple[Cell, Cell | None]]:
             "step time",
             (
                 f"{time.total_s:.4g} s ({time.compute_s:.4g} s of computation, "
-                f"{time.optimizer_s:.4g} s of the optimizer), {time.tokens_per_s:,.0f} tokens/s"
+                f"{time.optimizer_s:.4g} s of the optimizer), {time.tokens_per_s:,.0f} {time.throughput_unit}/s"
             ),
         )
     elif plan.mesh is not None:

@@ -11,7 +11,7 @@ from services.cli.errors import CliError
 from services.cli.figures import size
 from services.cli.output import answers, as_data
 from services.cli.references import Job, job_id_of
-from services.cli.spec_file import read_model
+from services.cli.request_bodies import read_model
 from services.cli.terminal import console, errors
 from services.contract.jobs.traces import MOST_STEPS, TraceRequest, TraceView
 from services.contract.words.states import TraceState

@@ -6,9 +6,9 @@ import sys
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final, TypeVar
+from typing import Any, Final
 
-from pydantic import BaseModel, ValidationError
+from pydantic import ValidationError
 from ruamel.yaml import YAML
 from ruamel.yaml.error import MarkedYAMLError, StringMark
 from ruamel.yaml.events import (
@@ -25,13 +25,12 @@ from services.cli.errors import CliError, RefusedError, SpecFileError, SpecRefus
 from services.cli.spec_places import SpecText
 from services.contract.api.pointers import faults_of
 from services.contract.jobs.bounded_json import INT_END, MAX_DEPTH
-from services.contract.words.problems import Fault, listed
+from services.contract.words.problems import Fault
 
 MAX_FILE_BYTES: Final = 1 << 18
 """As the controller takes at most; a spec as JSON is at most a quarter of it."""
 STANDARD_INPUT: Final = "-"
 _MAX_VALUES: Final = 65_536
-_M = TypeVar("_M", bound=BaseModel)
 
 
 def read_spec(path: Path) -> dict[str, Any]:
@@ -149,19 +148,6 @@ def read_overrides(texts: Iterable[str]) -> dict[str, Any]:
             here = inner
         here[last] = loaded
     return patch
-
-
-def read_model(model: type[_M], value: Mapping[str, Any]) -> _M:
-    """The body of a request from options.
-
-    Raises:
-        CliError: It is none; every fault on its line.
-    """
-    try:
-        return model.model_validate(value)
-    except ValidationError as error:
-        faults = faults_of(error.errors(include_url=False), value, model)
-        raise CliError(listed(faults)) from error
 
 
 def _loaded(text: str, where: str) -> Any:  # noqa: ANN401 whatever a document holds

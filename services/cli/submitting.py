@@ -7,7 +7,6 @@ import typer
 
 from meshloom.client import RestClient as Client
 from services.cli import plan_command
-from services.cli.code_folder import Code, with_code
 from services.cli.connect import WATCHING_PATIENCE_S, connect
 from services.cli.errors import CliError
 from services.cli.output import answers, as_data, for_programs
@@ -15,6 +14,7 @@ from services.cli.references import plan_id_of
 from services.cli.spec_file import judged, read_text
 from services.cli.spec_places import SpecText
 from services.cli.terminal import console
+from services.cli.uploading import Code, with_code
 from services.cli.watching import Follow, submitted
 from services.contract.api.views import JobView
 from services.contract.words.states import TERMINAL_STATES, JobState

@@ -131,8 +131,8 @@ def events_table(events: EventPage) -> FittedTable[EventView]:
     return FittedTable(columns, events.items)
 
 
-def diagnosis_details(diagnosis: DiagnosisView) -> Details:
-    """The verdict, what speaks for it, and what to do."""
+def diagnosis_details(diagnosis: DiagnosisView, place: str | None = None) -> Details:
+    """The verdict, what speaks for it, and what to do; ``place``: file and line of the user's code."""
     style = "green" if diagnosis.verdict is FailureClass.NONE else "bold red"
     kind = "running" if diagnosis.live else "ended"
     rows: list[tuple[Cell, Cell | None]] = [
@@ -142,8 +142,10 @@ def diagnosis_details(diagnosis: DiagnosisView) -> Details:
     if diagnosis.rank is not None:
         rows.append(("first rank", f"{diagnosis.rank} on {diagnosis.node_id}"))
     rows.append(("what", diagnosis.summary))
-    for place, line in enumerate(diagnosis.evidence):
-        rows.append(("evidence" if place == 0 else "", line))
+    if place is not None:
+        rows.append(("where", Exact(place)))
+    for index, line in enumerate(diagnosis.evidence):
+        rows.append(("evidence" if index == 0 else "", line))
     return Details([*rows, ("advice", diagnosis.advice)])
 
 

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from itertools import groupby
 from typing import Final
 
-_FRAME: Final = re.compile(r'  File "(?P<file>.+)", line \d+')
+_FRAME: Final = re.compile(r'  File "(?P<file>.+)", line (?P<line>\d+)(?:, in (?P<name>.+))?')
 # An unpacked archive of the user's code is on none of these paths; the dashboard folds the same ones.
 _FOREIGN: Final = re.compile(
     r"^<frozen |/(site|dist)-packages/|/lib/python3[^/]*/|(^|/)fsdp_core/"
@@ -30,6 +30,15 @@ def own_frames(traceback: str) -> str:
         else:
             lines.extend(line for entry in some for line in entry)
     return "\n".join(lines)
+
+
+def own_place(traceback: str) -> str | None:
+    """File, line and function of the innermost frame of the user's code; None: there is none."""
+    own = (entry[0] for entry in _entries(traceback.splitlines()) if _kind(entry) == "own")
+    frame = next((found for each in reversed(list(own)) if (found := _FRAME.match(each))), None)
+    if frame is None:
+        return None
+    return f"{frame['file']}:{frame['line']}" + (f" in {frame['name']}" if frame["name"] else "")
 
 
 def _entries(lines: list[str]) -> Iterator[list[str]]:

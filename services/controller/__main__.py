@@ -12,6 +12,7 @@ import secrets
 import signal
 import socket
 import sys
+from collections.abc import Sequence
 from types import FrameType
 
 import structlog
@@ -21,6 +22,7 @@ from pydantic import ValidationError
 from services.contract.system.own_process import set_up_process
 from services.contract.system.short_collections import keep_collections_short
 from services.controller.adapters.http.webhooks import HttpWebhooks
+from services.controller.adapters.pools.pools_file import PoolsFileError
 from services.controller.adapters.redis import redis_ports
 from services.controller.adapters.storage.exports import FolderExports
 from services.controller.api.app import create_app
@@ -37,6 +39,8 @@ from services.controller.loops.leader import Leader
 from services.controller.loops.leadership import run_term
 from services.controller.loops.observer import Observer
 from services.controller.ports.coordination import Ports
+from services.controller.ports.jobs import Quota
+from services.controller.ports.pools import RunnablePool
 from services.controller.ports.tracing import Tracing
 from services.controller.settings import Settings
 from services.controller.use_cases.plans import Drawing
@@ -82,6 +86,11 @@ def main() -> None:
         sys.exit(2)
     _set_up_logging(settings.log_level)
     try:
+        pools = _pools(settings)
+    except PoolsFileError as error:
+        sys.stderr.write(f"meshloom-controller: {error}\n")
+        sys.exit(2)
+    try:
         listener = _listen(settings.host, settings.port)
     except OSError as error:
         sys.stderr.write(
@@ -89,32 +98,47 @@ def main() -> None:
             f"({error.strerror}); set MESHLOOM_PORT to a free port, or to 0 for any\n"
         )
         sys.exit(1)
-    asyncio.run(_serve_until_signalled(settings, listener))
+    asyncio.run(_serve_until_signalled(settings, listener, pools))
 
 
-async def _serve_until_signalled(settings: Settings, listener: socket.socket) -> None:
+async def _serve_until_signalled(
+    settings: Settings, listener: socket.socket, pools: Sequence[RunnablePool]
+) -> None:
     # uvicorn raises the signal again once it has shut down; without a handler of ours that would
     # end the process before the lead is given back.
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, lambda: None)
-    await serve(settings, listener)
+    await serve(settings, listener, pools)
 
 
-async def serve(settings: Settings, listener: socket.socket) -> None:
+async def serve(
+    settings: Settings, listener: socket.socket, pools: Sequence[RunnablePool] = ()
+) -> None:
     """Serve on ``listener``, and lead whenever the lead is free, until a signal comes."""
     stopping = asyncio.Event()
     kept_s = int(settings.keep_telemetry_days * 86_400)
     async with (
-        redis_ports(settings.redis_address, settings.max_streams, kept_s) as bare_ports,
+        redis_ports(
+            settings.redis_address,
+            settings.max_streams,
+            kept_s,
+            quota=Quota(settings.max_unfinished_jobs, settings.max_jobs),
+        ) as bare_ports,
         HttpWebhooks(settings.webhook_hosts) as webhooks,
-        contextlib.AsyncExitStack() as tracing_ends,
+        contextlib.AsyncExitStack() as ends,
     ):
         holder = f"{socket.gethostname()}-{secrets.token_hex(8)}"
         growth_delay = GrowthDelay(stable_ms=int(settings.grow_after_s * 1000))
         drawing = Drawing(settings.plan_wait_s, settings.probe_timeout_s)
         troubles: dict[str, str] = {}
         monitor = Monitor()
-        ports, tracing = _traced(bare_ports, settings.otel_endpoint, tracing_ends)
+        limits = tuple(each.pool.limits for each in pools)
+        ports, tracing = _traced(
+            dataclasses.replace(bare_ports, pools=limits), settings.otel_endpoint, ends
+        )
+        silent_pools: dict[str, str] = {}
+        for each in pools:
+            ends.push_async_callback(each.pool.close)
         rule = functools.partial(
             run_term,
             ports,
@@ -127,6 +151,8 @@ async def serve(settings: Settings, listener: socket.socket) -> None:
                 contextlib.nullcontext if tracing is None else tracing.looking,
             ),
             webhooks=webhooks,
+            pools=pools,
+            silent_pools=silent_pools,
         )
         leader = Leader(ports.leadership, holder, rule)
         context = Context(
@@ -139,10 +165,10 @@ async def serve(settings: Settings, listener: socket.socket) -> None:
             drawing,
             lambda: leader.trouble or next(iter(troubles.values()), None),
             Uploads(CodeLimits(settings.max_code_mib << 20, settings.max_code_store_mib << 20)),
-            settings.max_unfinished_jobs,
             FolderExports(settings.checkpoint_root),
             webhooks,
             tracing,
+            silent_pools,
         )
         config = uvicorn.Config(
             create_app(context, _policy(settings)),
@@ -167,6 +193,14 @@ async def serve(settings: Settings, listener: socket.socket) -> None:
             leading.cancel()
             await asyncio.wait([leading])
             _log.info("stopped")
+
+
+def _pools(settings: Settings) -> Sequence[RunnablePool]:
+    if settings.pools_file is None:
+        return ()
+    from services.controller.adapters.pools import open_pools  # noqa: PLC0415 few need what it imports
+
+    return open_pools(settings.pools_file, settings.variables)
 
 
 def _traced(

@@ -2,7 +2,9 @@
 
 import ipaddress
 import math
+import os
 import string
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Final, Literal, Self
 
@@ -103,6 +105,12 @@ class Settings(BaseSettings):
         le=1_000_000,
         description="Jobs that have not ended, for each owner; a further one gets 409.",
     )
+    max_jobs: int = Field(
+        default=50_000,
+        ge=1,
+        le=10_000_000,
+        description="Jobs that are kept of each owner, those that have ended included; a further one gets 409.",
+    )
     max_connections: int = Field(
         default=512,
         ge=8,
@@ -145,6 +153,10 @@ class Settings(BaseSettings):
         default=None,
         description="Folder of all jobs' checkpoints, as the nodes have it; the controller only reads it, for downloads of exports. Unset: no downloads.",
     )
+    pools_file: Path | None = Field(
+        default=None,
+        description="File that names the pools from which nodes are requested when a job fits no free node ([pools](pools.md)). Unset: nodes join by themselves.",
+    )
     log_level: Literal["debug", "info", "warning", "error"] = Field(
         default="info", description="The least severe log lines that are written."
     )
@@ -158,6 +170,11 @@ class Settings(BaseSettings):
             return ipaddress.ip_address(self.host).is_loopback
         except ValueError:
             return False
+
+    @property
+    def variables(self) -> Mapping[str, str]:
+        """The controller's environment, for what a file of pools takes from it."""
+        return dict(os.environ)
 
     @property
     def redis_address(self) -> str:

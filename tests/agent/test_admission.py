@@ -1,6 +1,8 @@
 """What a node lets jobs have: entry points and secrets; and where secrets must not turn up."""
 
+import base64
 import json
+import urllib.parse
 from pathlib import Path
 
 import pytest
@@ -73,6 +75,19 @@ def test_a_mask_covers_the_ways_in_which_values_are_written(tmp_path: Path) -> N
     assert texts[0] == "[secret HUB] and x"
     assert "pa" not in texts[1]
     assert texts[2:] == ["[secret KEY]", "x"]
+
+
+def test_a_mask_covers_what_urls_and_base64_make_of_a_value() -> None:
+    value = "p/a ss?wörd~12"
+    mask = Mask({"HUB": value})
+    forms = [urllib.parse.quote(value), urllib.parse.quote_plus(value), f"{value!r}"]
+    forms += [
+        encode(f"{user}{value}@host".encode()).decode()
+        for user in ("", "u", "us", "user:")
+        for encode in (base64.b64encode, base64.urlsafe_b64encode)
+    ]
+    for form in forms:
+        assert "[secret HUB]" in mask.text(f"a {form} b"), form
 
 
 @pytest.mark.redis

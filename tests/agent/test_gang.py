@@ -121,6 +121,19 @@ def test_a_rank_that_wedges_after_it_finished_is_killed() -> None:
     assert after(state, (WEDGED_AFTER_S + 1, Ticked()))[1] == []
 
 
+def test_a_rank_that_says_its_last_word_again_and_again_gains_no_time_to_leave() -> None:
+    said = [
+        (float(now), one)
+        for now in range(int(WEDGED_AFTER_S))
+        for one in (finished(1), MessageCame(2, RankFailed(error="e", traceback="t", step=1)))
+    ]
+    state, _ = after(gang(), *said)
+    _, effects = after(state, (WEDGED_AFTER_S, Ticked()))
+    assert effects == [Kill((2,))]  # those that had not failed were killed when it did
+    one, _ = after(gang(), *[(now, word) for now, word in said if word.rank == 1])
+    assert after(one, (WEDGED_AFTER_S, Ticked()))[1] == [Kill((1,))]
+
+
 def test_a_rank_that_waits_for_room_neither_hangs_nor_lets_those_wedge_that_wait_for_it() -> None:
     said = RankCheckpointWaits(checkpoint_id=checkpoint_id(JOB, 9, 1), step=9, condition="full")
     looked = LookedAt({1: Mark(9, RankPhase.CHECKPOINT, (), ())})

@@ -74,6 +74,27 @@ def test_a_flood_is_passed_over_with_a_count_and_its_end_is_kept(tmp_path: Path)
     assert kept[-1] == f"{count - 1:08d}"
 
 
+def test_nothing_is_shown_of_a_line_whose_beginning_was_passed_over(tmp_path: Path) -> None:
+    path = tmp_path / "log"
+    append(path, b"x" * (4 * BACKLOG_BYTES) + b"half of it\nwhole\n")
+    dropped, *kept = drained(LogTail(path))
+    assert "dropped here" in dropped
+    assert kept == ["whole"]
+
+
+def test_nothing_is_kept_of_an_unread_line_whose_beginning_is_cut_off(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(log_tail, "FILE_BYTES", 2 * BACKLOG_BYTES)
+    path = tmp_path / "log"
+    append(path, b"y" * (3 * BACKLOG_BYTES) + b"half of it\nwhole\n")
+    tail = LogTail(path)
+    tail.cut_back()
+    words, *kept = drained(tail)
+    assert words.startswith("…")
+    assert kept == ["whole"]
+
+
 def test_a_terminals_signs_are_taken_out(tmp_path: Path) -> None:
     path = tmp_path / "log"
     append(path, b"  1%|#\r 50%|##\r100%|####\r\n\x1b[31mred\x1b[0m \xff\n")

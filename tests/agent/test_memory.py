@@ -2,6 +2,8 @@
 
 import os
 import signal
+import subprocess
+import sys
 import threading
 from dataclasses import replace
 from pathlib import Path
@@ -12,7 +14,7 @@ from services.contract.messages.facts import GangEnded, GangProgressed
 from services.contract.words.states import FailureClass
 from services.controller.domain.decisions.diagnose import classify
 from services.controller.domain.job.attempt import Attempt, Failure
-from services.worker.agent.gangs.exit_order import aborted_for_memory, exits
+from services.worker.agent.gangs.exit_order import aborted_for_memory, exits, lost_thread
 from services.worker.agent.gangs.state import GangState, RankState
 from services.worker.agent.host.memory_events import oom_kills
 from services.worker.agent.telemetry.gang_telemetry import LastPhase
@@ -139,3 +141,18 @@ def test_kills_are_counted_by_the_control_group_or_else_by_the_machine(tmp_path:
     assert oom_kills(own, tmp_path, machine) == 1
     own.unlink()
     assert oom_kills(own, tmp_path, machine) == 3
+
+
+def test_a_thread_that_was_refused_memory_is_seen_in_what_python_tells_of_it(
+    tmp_path: Path,
+) -> None:
+    code = "import threading; t = threading.Thread(target=lambda: {}); t.start(); t.join()"
+    for act, is_lost in (("bytes(1 << 62)", True), ("1 / 0", False)):
+        log = tmp_path / "log"
+        program = [sys.executable, "-c", code.format(act)]
+        with log.open("wb") as file:
+            subprocess.run(program, stderr=file, check=True)
+        assert b"Exception in thread" in log.read_bytes()
+        assert lost_thread(log) is is_lost
+    log.write_text("Exception in thread a:\nValueError: b\nMemoryError was handled\n")
+    assert not lost_thread(log)

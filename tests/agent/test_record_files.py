@@ -188,3 +188,16 @@ def test_lines_that_hold_nothing_are_read_no_further_than_any_others(root: Path)
             file.write(b"\n" * (1 << 20))
         file.writelines(line_of(name, body).encode() for name, body in steps(1, 2).items())
     assert stored(root) == {}
+
+
+def test_of_many_long_parts_the_newest_of_each_is_read_and_no_more_than_a_bound(
+    root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(record_files, "_MOST_READ", 64 << 10)
+    monkeypatch.setattr(record_files, "_MOST_READ_OF_ALL", 128 << 10)
+    records = [steps(1, 900, fence) for fence in range(1, 9)]
+    for fence, entries in enumerate(records, start=1):
+        part(root, fence).append(entries.items())
+    read = stored(root)
+    assert all(list(entries)[-1] in read for entries in records)
+    assert sum(map(len, read.values())) < 128 << 10

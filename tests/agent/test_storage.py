@@ -218,3 +218,25 @@ def test_a_shard_to_which_somebody_goes_on_to_write_is_read_to_its_voted_end_onl
         return False
 
     assert fault_of(path, shard, write_on) is None
+
+
+def test_a_shard_that_is_nearly_all_holes_is_refused_and_not_read(tmp_path: Path) -> None:
+    path = tmp_path / "shard"
+    path.write_bytes(b"x" * 4096)
+    os.truncate(path, 8 << 40)
+    shard = ShardFile(rank=0, name="shard", bytes=8 << 40, sha256="0" * 64)
+
+    def read() -> bool:
+        raise AssertionError("eight terabytes are read")
+
+    fault = fault_of(path, shard, read)
+    assert fault is not None
+    assert "are holes" in fault
+
+
+def test_a_shard_in_which_the_file_system_keeps_no_zeros_is_a_shard(tmp_path: Path) -> None:
+    path, weights, moments = tmp_path / "shard", b"w" * (1 << 20), 3 << 20
+    path.write_bytes(weights)
+    os.truncate(path, len(weights) + moments)
+    digest = hashlib.sha256(weights + bytes(moments)).hexdigest()
+    assert fault_of(path, ShardFile(rank=0, name="shard", bytes=4 << 20, sha256=digest)) is None

@@ -10,7 +10,9 @@ from typer.testing import CliRunner
 from services.cli import output
 from services.cli.app import COMMANDS, app
 from services.contract.api.views import StopRequest
+from services.local.settings import child_environment
 from tests.cli.tree import leaves
+from tests.e2e.conftest import free_port
 
 LEAVES = list(leaves())
 PANELS = ["Jobs", "Checkpoints", "Plans", "Cluster", "Admin"]
@@ -54,6 +56,31 @@ def test_help_imports_neither_the_client_nor_what_it_needs() -> None:
     assert not {name for name in loaded if name.startswith("services.contract.") and name.count(".") > 2} - {
         "services.contract.system.own_process"
     }  # fmt: skip
+
+
+def test_a_command_imports_no_more_than_it_needs_before_its_first_request() -> None:
+    program = (
+        "import sys\n"
+        "sys.argv = ['meshloom', 'ls']\n"
+        "from services.cli.__main__ import main\n"
+        "try:\n    main()\nexcept SystemExit as end:\n    assert end.code == 2\n"
+        "from services.contract.api.plan_views import PlanView\n"
+        "assert not PlanView.__pydantic_complete__\n"
+        "print('loaded', *sys.modules)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program],
+        capture_output=True,
+        text=True,
+        check=True,
+        env=child_environment(MESHLOOM_URL=f"http://127.0.0.1:{free_port()}"),
+    )
+    loaded = set(done.stdout.splitlines()[-1].split()[1:])
+    assert "meshloom.client.synchronous.rest" in loaded
+    assert not loaded & {
+        *("ruamel.yaml", "pathspec", "pydantic_settings", "fsdp_core.plan.model.search"),
+        *("meshloom.client.asynchronous.rest", "services.contract.messages.commands"),
+    }
 
 
 @pytest.mark.parametrize("leaf", LEAVES, ids=_ids())

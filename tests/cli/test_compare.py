@@ -18,6 +18,16 @@ def test_the_fields_that_differ_are_named_by_their_paths() -> None:
     assert not list(spec_differences(a, a))
 
 
+def test_a_plan_in_a_word_differs_from_one_in_fields_as_a_whole() -> None:
+    said = {"name": "x", "plan": "default"}
+    planned = {"name": "x", "plan": {"mesh": {"dp_shard": 2}, "units": [{"modules": ["a"]}, {}]}}
+    (found,) = spec_differences(said, planned)
+    assert (found.field, found.a) == ("plan", "default")
+    assert found.b == "a layout with 2 units of its own"
+    wider = planned | {"plan": {"mesh": {"dp_shard": 4}, "units": [{"modules": ["a"]}, {}]}}
+    assert [each.field for each in spec_differences(planned, wider)] == ["plan.mesh.dp_shard"]
+
+
 def _metrics(losses: list[float], hits: float | None) -> MetricsView:
     steps = [
         StepView(step=n, fence=1, loss=loss, tokens_per_s=10.0 * n, step_time_s=1.0 / n)

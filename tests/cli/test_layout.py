@@ -12,6 +12,7 @@ from services.cli import access, checkpoint_tables, cluster_tables, plan_tables,
 from services.cli.layout import Column, Details, Exact, FittedTable
 from services.cli.output import Format, chosen
 from services.cli.terminal import Terminal
+from services.cli.webhooks import webhooks_table
 from services.contract.api.views import JobPage, Progress
 from tests.cli import views
 
@@ -44,10 +45,18 @@ CASES: dict[str, tuple[Callable[[], RenderableType], list[str]]] = {
         [views.NODE, *(views.ids(number)["job"] for number in range(4))],
     ),
     "capacity": (lambda: cluster_tables.capacity_table(views.capacity()), [views.NODE]),
+    "pools": (
+        lambda: cluster_tables.pools_table(views.pools()),
+        [views.ids(0)["job"], "no route to host"],
+    ),
     "tokens": (lambda: access.tokens_table(views.tokens()), [views.ids(0)["token"]]),
     "audit": (
         lambda: access.audit_table(views.audit()),
         [f"/v1/checkpoints/{views.ids(0)['checkpoint']}/verify"],
+    ),
+    "webhooks": (
+        lambda: webhooks_table(views.webhooks()),
+        [views.ids(0)["webhook"], "x" * 40],
     ),
     "attempts": (lambda: tables.attempts_table(views.attempts()), ["restarts_exhausted"]),
     "ranks": (lambda: tables.ranks_table(views.ranks()), ["65535", "999999"]),

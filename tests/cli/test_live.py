@@ -1,12 +1,13 @@
-"""The live view of a job with more ranks than the terminal has lines."""
+"""What is shown of a job while it is followed, on a terminal and where there is none."""
 
 import io
 
 from rich.console import Group
 
-from services.cli.follow import rank_rows
+from services.cli.follow import plain_lines, rank_rows
 from services.cli.terminal import Terminal
-from services.contract.api.views import RankList
+from services.contract.api.views import Progress, RankList
+from services.contract.words.states import JobState
 from tests.cli import views
 
 
@@ -33,3 +34,27 @@ def test_of_many_ranks_those_are_shown_that_the_others_wait_for() -> None:
     few = _shown(RankList(attempt=1, items=tuple(many[:2])), height=24)
     assert [line.split()[0] for line in few[2:]] == ["0", "1"]
     assert _shown(RankList(attempt=0, items=()), height=24) == []
+
+
+def test_without_a_terminal_a_job_that_waits_is_told_once_and_progress_every_five_seconds() -> None:
+    nobody = RankList(attempt=0, items=())
+    seconds = iter(range(1_000))
+    waits = views.job(
+        state=JobState.QUEUED, reason="waits for 2 slots", progress=Progress(step=0, of=None)
+    )
+    waits_on = waits.model_copy(update={"reason": "waits for 1 slot"})
+    steps = [
+        views.job(
+            state=JobState.RUNNING, reason=None, progress=Progress(step=n, of=30, tokens_per_s=9)
+        )
+        for n in range(1, 20)
+    ]
+    observed = [(job, nobody) for job in [waits] * 40 + [waits_on] * 40 + steps]
+    told = list(plain_lines(observed, lambda: float(next(seconds))))
+    assert told[:3] == [
+        "QUEUED (waits for 2 slots)",
+        "QUEUED (waits for 1 slot)",
+        "RUNNING step 1/30 loss -  9 tokens/s  eta -",
+    ]
+    assert 1 < len(told[3:]) <= 5
+    assert all(line.startswith("RUNNING step ") for line in told[3:])

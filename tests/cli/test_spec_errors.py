@@ -6,7 +6,8 @@ import pytest
 from pydantic import BaseModel, Field
 
 from services.cli.errors import CliError, RefusedError, SpecRefusedError
-from services.cli.spec_file import faults_in, judged, read_model, read_text
+from services.cli.request_bodies import read_model
+from services.cli.spec_file import faults_in, judged, read_text
 from services.contract.words.problems import Problem
 
 BAD = """\

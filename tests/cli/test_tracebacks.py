@@ -1,7 +1,7 @@
 """A failure on a terminal: the user's own frames, and nothing that is said already."""
 
 from services.cli.terminal import console
-from services.cli.tracebacks import own_frames
+from services.cli.tracebacks import own_frames, own_place
 from services.cli.watching import print_failure
 from services.contract.api.views import FailureView
 from services.contract.words.states import JobState
@@ -25,6 +25,14 @@ def test_frames_of_others_are_counted_and_the_users_own_are_whole() -> None:
     shown = own_frames(f"{HEAD}{OURS}{THEIRS}{OURS}ValueError: no\n    indented\n")
     counted = "  (2 frames of Meshloom or packages; -o json has all)\n"
     assert shown == f"{HEAD}{counted}{THEIRS}{counted}ValueError: no\n    indented"
+
+
+def test_the_place_of_a_failure_is_the_innermost_frame_of_the_user() -> None:
+    outer = '  File "/nodes/vm/code/9c8d/train.py", line 3\n'
+    whole = f"{HEAD}{OURS}{outer}{THEIRS}{OURS}ValueError: no\n"
+    assert own_place(whole) == "/nodes/vm/code/9c8d/own.py:52 in forward"
+    assert own_place(f"{HEAD}{outer}{OURS}ValueError: no") == "/nodes/vm/code/9c8d/train.py:3"
+    assert own_place(f"{HEAD}{OURS}ValueError: no\n") is None
 
 
 def test_a_traceback_without_a_frame_of_the_user_stays_whole() -> None:

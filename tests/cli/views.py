@@ -5,6 +5,7 @@ from typing import Any
 
 from services.contract.api.access import AuditEntryView, AuditPage, Scope, TokenList, TokenView
 from services.contract.api.plan_views import PlanList, PlanSummary
+from services.contract.api.pools import PoolList, PoolView, ReservationView
 from services.contract.api.queue import CapacityView, NodeCapacity, QueueEntry, QueueView
 from services.contract.api.views import (
     AttemptList,
@@ -22,15 +23,24 @@ from services.contract.api.views import (
     RankList,
     RankView,
 )
+from services.contract.api.webhooks import WebhookList, WebhookView
 from services.contract.jobs.specs import JobSpec
 from services.contract.messages.facts import Inventory
-from services.contract.words.ids import checkpoint_id, new_job_id, new_plan_id, new_token_id
+from services.contract.words.ids import (
+    checkpoint_id,
+    new_job_id,
+    new_plan_id,
+    new_token_id,
+    new_webhook_id,
+)
 from services.contract.words.states import (
     CheckpointState,
     ExitReason,
     JobState,
     NodeState,
     PlanState,
+    PoolKind,
+    ReservationState,
 )
 from tests.controller.conftest import job_body
 
@@ -53,6 +63,7 @@ def ids(number: int) -> dict[str, str]:
         "checkpoint": checkpoint_id(job, 999_999_999, 9_999),
         "plan": new_plan_id(number + 1, some),
         "token": new_token_id(number + 1, some),
+        "webhook": new_webhook_id(number + 1, some),
     }
 
 
@@ -187,6 +198,31 @@ def capacity() -> CapacityView:
     )
 
 
+def pools() -> PoolList:
+    reserved = ReservationView(
+        id="nodes-1",
+        state=ReservationState.PROVISIONING,
+        node_ids=tuple(f"a-pool-of-a-long-name-{number}" for number in range(16)),
+        job_id=ids(0)["job"],
+        reason="Resources, " + "and more of them, " * 5,
+        requested_at=NOW,
+        ready_at=None,
+    )
+    pool = PoolView(
+        name="a-pool-of-a-long-name",
+        kind=PoolKind.KUBERNETES,
+        max_nodes=10_000,
+        cpu_slots=0,
+        accelerators=8,
+        ready_timeout_s=900,
+        idle_timeout_s=300,
+        trouble=None,
+        reservations=(reserved,),
+    )
+    silent = pool.model_copy(update={"trouble": "no route to host", "reservations": ()})
+    return PoolList(items=(pool, silent))
+
+
 def tokens() -> TokenList:
     token = TokenView(
         id=ids(0)["token"],
@@ -198,6 +234,23 @@ def tokens() -> TokenList:
         expires_at=NOW,
     )
     return TokenList(items=(token,))
+
+
+def webhooks() -> WebhookList:
+    hook = WebhookView(
+        id=ids(0)["webhook"],
+        url="https://a-receiver-with-a-long-name." + "sub." * 10 + "example.com:8443",
+        kinds=("checkpoint.*", "job.failed", "job.succeeded"),
+        labels=("team=vision",),
+        format="standard",
+        created_by="somebody-with-a-name-of-many-parts@somewhere.example.com",
+        created_at=NOW,
+        delivered=123_456_789,
+        dropped=12_345,
+        delivered_at=NOW - timedelta(days=100),
+        last_error=REASON,
+    )
+    return WebhookList(items=(hook, hook.model_copy(update={"disabled": True})))
 
 
 def audit() -> AuditPage:

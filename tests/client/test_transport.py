@@ -10,8 +10,9 @@ from pathlib import Path
 import pytest
 
 import meshloom
-from meshloom.client import RefusedError, RestClient, UnreachableError
+from meshloom.client import ClientError, RefusedError, RestClient, UnreachableError
 from meshloom.client.downloads import PartialFile
+from meshloom.client.settings import ClientSettings
 from services.contract.api.views import NodeList
 from services.contract.storage.exports import ExportedFile
 from tests.cli import views
@@ -144,6 +145,22 @@ def test_nobody_at_the_address_is_one_sentence_with_the_remedy() -> None:
         client.version()
     assert url in str(error.value)
     assert "MESHLOOM_URL" in str(error.value)
+
+
+def test_where_the_controller_is_has_one_reader(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("URL", "PORT", "TOKEN"):
+        monkeypatch.delenv(f"MESHLOOM_{name}", raising=False)
+    assert ClientSettings.from_environment().base_url == "http://127.0.0.1:8400"
+    monkeypatch.setenv("MESHLOOM_PORT", "8401")
+    monkeypatch.setenv("MESHLOOM_TOKEN", "")
+    settings = ClientSettings.from_environment()
+    assert (settings.base_url, settings.token) == ("http://127.0.0.1:8401", None)
+    monkeypatch.setenv("MESHLOOM_URL", "https://controller.example.org/")
+    assert ClientSettings.from_environment().base_url == "https://controller.example.org"
+    for wrong in ("abc", "70000"):
+        monkeypatch.setenv("MESHLOOM_PORT", wrong)
+        with pytest.raises(ClientError, match=f"MESHLOOM_PORT: .*{wrong}"):
+            meshloom.Client()
 
 
 def test_the_token_of_the_environment_is_sent_to_the_controller_of_the_environment_alone(

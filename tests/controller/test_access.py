@@ -224,6 +224,13 @@ def test_what_is_nearly_a_token_is_none(guarded: House) -> None:
     assert refusal(guarded.client.get("/v1/jobs", headers=basic)) == (401, "unauthorized")
 
 
+def test_of_two_tokens_none_is_taken(guarded: House) -> None:
+    good = make(guarded, "viewer")["Authorization"].encode()
+    for other in (b"Bearer mlt_", good):
+        headers = [(b"Authorization", good), (b"Authorization", other)]
+        assert refusal(guarded.client.get("/v1/jobs", headers=headers)) == (401, "unauthorized")
+
+
 @pytest.mark.parametrize(
     ("body", "pointer"),
     [

@@ -1,4 +1,6 @@
-"""``meshloom tokens`` and ``meshloom audit`` against a controller that wants tokens."""
+"""``meshloom tokens``, ``audit`` and ``webhooks`` against a controller that wants tokens."""
+
+from collections.abc import Callable
 
 import pytest
 from typer.testing import CliRunner, Result
@@ -37,6 +39,7 @@ def test_a_token_from_its_making_to_its_revocation(
         refused = call("tokens", "ls", token=token).exception
         assert isinstance(refused, RefusedError)
         assert refused.problem.code == "insufficient_scope"
+        _webhooks_are_added_listed_and_removed(call)
         assert call("tokens", "revoke", token_id).exit_code == 0
         gone = call("ls", token=token).exception
         assert isinstance(gone, RefusedError)
@@ -44,6 +47,30 @@ def test_a_token_from_its_making_to_its_revocation(
         trail = call("audit").stdout
         for shown in ("bootstrap", "alice", "refused (403)", f"DELETE /v1/tokens/{token_id}"):
             assert shown in trail
+
+
+def _webhooks_are_added_listed_and_removed(call: Callable[..., Result]) -> None:
+    assert call("webhooks", "ls").stdout == "No webhooks\n"
+    url = "https://192.0.33.8/hook?key=in-the-path"
+    made = call("webhooks", "add", url, "--kind", "job.failed", "--label", "team=vision")
+    assert made.exit_code == 0, made.output
+    assert made.stdout.startswith("whsec_")
+    webhook = made.stderr.partition(":")[0]
+    listed = call("webhooks", "ls", "-o", "wide").stdout
+    for shown in (webhook, "https://192.0.33.8", "never", "job.failed", "team=vision", "standard"):
+        assert shown in listed
+    for secret in (made.stdout.strip(), "in-the-path"):
+        assert secret not in listed
+    refused = call("webhooks", "add", "http://127.0.0.1/hook").exception
+    assert isinstance(refused, RefusedError)
+    assert str(refused).startswith("/url: ")
+    wrong = call("webhooks", "add", url, "--kind", "Job Failed").exception
+    assert isinstance(wrong, CliError)
+    assert "/kinds/0" in str(wrong)
+    assert call("webhooks", "remove", webhook).stdout == f"{webhook} is removed\n"
+    assert call("webhooks", "ls").stdout == "No webhooks\n"
+    gone = call("webhooks", "remove", webhook).exception
+    assert isinstance(gone, RefusedError)
 
 
 @pytest.mark.parametrize(

@@ -19,7 +19,7 @@ from services.contract.messages.facts import (
 )
 from services.contract.messages.rank_pipe import RANK_MESSAGE, RankEvaluated
 from services.contract.words.ids import checkpoint_id
-from services.contract.words.states import CheckpointState, ExitReason, JobState
+from services.contract.words.states import CheckpointState, ExitReason, FailureClass, JobState
 from services.controller.domain.decisions.retry import BACKOFF_MS
 from services.controller.domain.job.attempt import ATTEMPTS_KEPT
 from services.controller.domain.job.events import (
@@ -112,6 +112,18 @@ def test_a_crash_before_the_first_step_fails_at_once_with_the_traceback() -> Non
     assert "Traceback" in str(failed.failure.traceback)
 
 
+def test_want_of_memory_before_the_first_step_fails_at_once_with_that_reason() -> None:
+    job = new_job()
+    end = crashed(job, "MemoryError: 7 MiB were free", step=0)
+    types = ("builtins.MemoryError",)
+    exits = tuple(e.model_copy(update={"error_types": types}) for e in end.exits)
+    end = end.model_copy(update={"exits": exits})
+    failed = play(job, [placed(job), launched(job), end]).job
+    assert (failed.state, failed.exit_reason) == (JobState.FAILED, ExitReason.OUT_OF_MEMORY)
+    assert failed.attempts[-1].diagnosis is not None
+    assert failed.attempts[-1].diagnosis.verdict is FailureClass.OUT_OF_MEMORY
+
+
 LEFT = {"exit_code": 3, "signal": None, "error": "exited with code 3"}
 CRASHED = {"signal": 11, "error": "ended by SIGSEGV"}
 KILLED = {"signal": 9, "error": "ended by SIGKILL"}
@@ -149,14 +161,14 @@ def failed_twice(
         ((raised("ValueError: at 0xaa"), raised("ValueError: at 0xbb")), 0, ExitReason.USER_ERROR),
         ((LEFT, LEFT), 0, ExitReason.RANK_LOST),
         ((CRASHED, CRASHED), 0, ExitReason.RANK_LOST),
-        ((KILLED, KILLED), 1, ExitReason.RANK_LOST),
+        ((KILLED, KILLED), 1, ExitReason.OUT_OF_MEMORY),
         (
             (
                 raised("MemoryError: 7 MiB were free", "builtins.MemoryError"),
                 raised("MemoryError: 9 MiB were free", "builtins.MemoryError"),
             ),
             0,
-            ExitReason.USER_ERROR,
+            ExitReason.OUT_OF_MEMORY,
         ),
     ],
     ids=["raised", "left", "crashed", "killed by the kernel for memory", "out of memory"],

@@ -247,6 +247,18 @@ def test_a_hang_restarts_the_job_within_its_budget_and_names_the_rank() -> None:
     assert (job.state, job.exit_reason) == (JobState.FAILED, ExitReason.RESTARTS_EXHAUSTED)
 
 
+def test_a_hang_behind_a_thread_that_was_refused_memory_is_told_as_want_of_memory() -> None:
+    job = running(faults={"max_restarts": 1})
+    end = hung(job)
+    found = Findings(
+        why="hang", still_s=5.2, allowed_s=5.0, ranks=(finding(0), finding(1, lost_thread=True))
+    )
+    job = decide(job, end.model_copy(update={"hang": found}), NOW).job  # type: ignore[attr-defined]
+    attempt = job.attempts[-1]
+    assert attempt.exit_reason is ExitReason.OUT_OF_MEMORY
+    assert (newest(job).verdict, newest(job).rank) == (FailureClass.OUT_OF_MEMORY, 1)
+
+
 def nan(job: Job, fence: int = 1, step: int = 5) -> object:
     fact = crashed(job, f"NonFiniteLossError: the loss of step {step} is nan", fence, step - 1)
     exits = [

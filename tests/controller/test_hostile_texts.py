@@ -177,6 +177,7 @@ READING = [
     ("top --once", 0, False),
     ("queue", 0, False),
     ("capacity", 0, False),
+    ("pools", 0, False),
     ("doctor", 0, False),
     ("tokens ls", 0, True),
     ("audit", 0, True),

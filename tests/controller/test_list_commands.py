@@ -81,9 +81,13 @@ def _lines_are_narrowed(job_id: str, typed: Callable[..., str]) -> None:
     assert typed("logs", job_id, "--grep", "e", "--tail", "1", "--rank", "0") == "[0] lately\n"
     stamped = typed("logs", job_id, "--timestamps", "--tail", "1")
     assert re.fullmatch(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{3}Z \[0\] lately\n", stamped)
+    assert typed("logs", job_id, "--grep", "EFOR") == ""
+    assert typed("logs", job_id, "--grep", "efor", "--tail", "5000") == "[0] before\n"
+    assert typed("logs", job_id, "--tail", "5000").count("\n") == 2
     (line,) = typed("logs", job_id, "--tail", "1", "--json").splitlines()
     assert json.loads(line)["text"] == "lately"
     assert "its ranks are 0 to 1" in _refused("logs", job_id, "--rank", "9")
+    assert typed("attempts", "slow") == "No attempts yet\n"
     assert "no regular expression" in _refused("logs", job_id, "--grep", "(")
 
 

@@ -333,6 +333,20 @@ def test_logs_are_filtered_and_paged(house: House) -> None:
     }
     for query, expected in texts.items():
         assert [line["text"] for line in house.get(f"{path}?{query}")["items"]] == expected
+    for query, expected in {
+        "tail=2": ["line 2", "line 3"],
+        "tail=1&rank=0": ["line 2"],
+        "tail=0": [],
+        "tail=9&text=line+1": ["line 1"],
+    }.items():
+        assert [line["text"] for line in house.get(f"{path}?{query}")["items"]] == expected
+        told = house.client.get(f"{path}?{query}", headers={"Accept": "text/event-stream"}).text
+        assert re.findall(r"line [0-9]", told) == expected
+    (first, *_) = house.get(path)["items"]
+    again = {"Accept": "text/event-stream", "Last-Event-ID": first["id"]}
+    told = house.client.get(f"{path}?tail=1", headers=again).text
+    assert re.findall(r"line [0-9]", told) == ["line 1", "line 2", "line 3"]
+    assert house.client.get(f"{path}?tail=1001").status_code == 422
     page = house.get(f"{path}?limit=3")
     rest = house.get(f"{path}?cursor={page['next_cursor']}")
     assert [line["text"] for line in rest["items"]] == ["line 3"]

@@ -3,7 +3,7 @@
 import pytest
 
 from services.cli.course import _best
-from services.cli.spec_file import read_model
+from services.cli.request_bodies import read_model
 from services.contract.api.requests import JobPatch
 from services.contract.jobs.spec_parts import KeepBestSpec
 from services.contract.messages.commands import RetireCheckpoint, StopGang

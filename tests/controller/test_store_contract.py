@@ -38,6 +38,7 @@ from services.controller.domain.errors import (
     NotFoundError,
     StaleWriteError,
     StoreUnavailableError,
+    TooManyJobsError,
 )
 from services.controller.domain.job.effects import Decision, Send
 from services.controller.domain.job.events import KillAsked, PauseAsked, ResumeAsked
@@ -47,7 +48,7 @@ from services.controller.domain.plans.plan import Plan, fail
 from services.controller.domain.scheduling.node import Drain, Lease, Measurement
 from services.controller.ports.access import AuditRecord
 from services.controller.ports.coordination import Ports
-from services.controller.ports.jobs import Actor, Change, Claim, Place, Stored
+from services.controller.ports.jobs import Actor, Change, Claim, Place, Quota, Stored
 from services.controller.ports.machines import Entry, Log
 from services.controller.use_cases.change import apply_events
 from tests.controller.histories import NODE, node, placed, play, saved, spec
@@ -182,6 +183,82 @@ async def test_a_claim_is_of_its_subject_alone(world: World) -> None:
     second = await world.keep(job(), his)
     assert second.job.id != first.job.id
     assert await world.ports.jobs.claimed(hers) == first
+
+
+async def with_quota(request: pytest.FixtureRequest, quota: Quota) -> AsyncIterator[Ports]:
+    if request.param == "memory":
+        yield memory_ports(MemoryServer(now_ms=lambda: 1), quota)
+        return
+    async with redis_ports(request.getfixturevalue("redis_url"), quota=quota) as ports:
+        yield ports
+
+
+@pytest.fixture(params=["memory", "redis"])
+async def of_three(request: pytest.FixtureRequest) -> AsyncIterator[Ports]:
+    async for ports in with_quota(request, Quota(not_ended=3, kept=5)):
+        yield ports
+
+
+def ended(before: Job) -> Job:
+    return before.model_copy(update={"state": JobState.CANCELLED})
+
+
+async def test_of_jobs_that_are_created_at_once_no_more_are_kept_than_their_owner_may_have(
+    of_three: Ports,
+) -> None:
+    jobs = [job(number) for number in range(9)]
+    made = await asyncio.gather(
+        *(of_three.jobs.create(first_decision(one), ACTOR, None) for one in jobs),
+        return_exceptions=True,
+    )
+    assert sum(isinstance(one, Stored) for one in made) == 3
+    assert sum(isinstance(one, TooManyJobsError) for one in made) == 6
+    others = job().model_copy(update={"owner": "another"})
+    assert await of_three.jobs.create(first_decision(others), ACTOR, None)
+
+
+async def test_jobs_that_have_ended_go_on_only_as_far_as_their_owner_may_have_more(
+    of_three: Ports,
+) -> None:
+    store = of_three.jobs
+    over = []
+    for number in range(2):
+        begun = await store.create(first_decision(job(number)), ACTOR, None)
+        over.append(await store.commit(Change(begun, Decision(ended(begun.job)), ACTOR)))
+    for number in range(2):
+        await store.create(first_decision(job(9 + number)), ACTOR, None)
+    resumed = [Change(one, Decision(_queued(one.job)), ACTOR) for one in over]
+    first, second = await asyncio.gather(*map(store.commit, resumed), return_exceptions=True)
+    assert sorted([type(first), type(second)], key=str) == [TooManyJobsError, Stored]
+
+
+async def test_an_owner_has_a_bound_of_jobs_that_have_ended_too(of_three: Ports) -> None:
+    store = of_three.jobs
+    for number in range(5):
+        begun = await store.create(first_decision(job(number)), ACTOR, None)
+        last = await store.commit(Change(begun, Decision(ended(begun.job)), ACTOR))
+    with pytest.raises(TooManyJobsError, match="has 5 jobs"):
+        await store.create(first_decision(job(9)), ACTOR, None)
+    await store.delete(last)
+    assert await store.create(first_decision(job(9)), ACTOR, None)
+
+
+async def test_a_repeated_request_is_answered_where_its_owner_may_have_no_more(
+    of_three: Ports,
+) -> None:
+    claim = Claim("sue", "key", "digest")
+    first = await of_three.jobs.create(first_decision(job()), ACTOR, claim)
+    for number in range(2):
+        await of_three.jobs.create(first_decision(job(number)), ACTOR, None)
+    again = await of_three.jobs.create(first_decision(job(9)), ACTOR, claim)
+    assert again.job.id == first.job.id
+    with pytest.raises(TooManyJobsError):
+        await of_three.jobs.create(first_decision(job()), ACTOR, Claim("sue", "b", "digest"))
+    assert await of_three.jobs.claimed(Claim("sue", "b", "digest")) is None
+
+
+def _queued(before: Job) -> Job:
+    return before.model_copy(update={"state": JobState.QUEUED})
 
 
 async def test_a_decision_is_committed_as_a_whole(world: World) -> None:

@@ -11,7 +11,6 @@ from redis import Redis
 
 from meshloom.client import RestClient as Client
 from services.cli.doctor import Finding, examine
-from services.cli.settings import CliSettings
 from services.contract.api.views import StopRequest
 from services.contract.messages.telemetry import RankSample
 from services.contract.redis import redis_keys as keys
@@ -127,9 +126,8 @@ def test_unreadable_records_of_every_kind_stop_no_other_job(redis_url: str) -> N
 
 
 def doctors_findings(controller: Controller) -> list[Finding]:
-    url = str(controller.client.base_url)
-    with Client(url) as client:
-        return list(examine(client, CliSettings(url=url)))
+    with Client(str(controller.client.base_url)) as client:
+        return list(examine(client))
 
 
 UNAVAILABLE = {

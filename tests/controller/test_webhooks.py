@@ -2,6 +2,7 @@
 
 import asyncio
 import base64
+import contextlib
 import hashlib
 import hmac
 import itertools
@@ -19,21 +20,23 @@ from redis import Redis
 
 import meshloom
 from meshloom.client import RefusedError
+from services.contract.api.access import Scope
 from services.contract.api.webhooks import WebhookRequest
 from services.contract.redis import redis_keys as keys
 from services.contract.words.ids import new_job_id
+from services.controller.adapters.http import webhooks as http_webhooks
 from services.controller.adapters.http.webhooks import HttpWebhooks
 from services.controller.adapters.memory import memory_ports
 from services.controller.adapters.memory.server import MemoryServer
 from services.controller.adapters.redis import redis_ports
-from services.controller.domain.access.token import LOCAL
+from services.controller.domain.access.token import LOCAL, Principal
 from services.controller.domain.decisions.dispatch import first_decision
-from services.controller.domain.errors import DeposedError
+from services.controller.domain.errors import DeposedError, StateConflictError
 from services.controller.domain.job.job import Job
 from services.controller.loops import webhooks
 from services.controller.ports.jobs import Actor
 from services.controller.ports.webhooks import AddressRefusedError, DeliveryError
-from services.controller.use_cases.webhooks import Delivery, create_webhook
+from services.controller.use_cases.webhooks import MOST_OF_ONE, Delivery, create_webhook
 from services.local.embedded_redis import EmbeddedRedis
 from tests.controller.conftest import job_body
 from tests.controller.histories import spec
@@ -312,6 +315,9 @@ def test_a_refused_address_is_a_fault_of_the_url(controller: Controller) -> None
         "https://[::ffff:10.0.0.8]/",
         "https://[fe80::1]/",
         "https://100.64.0.1/",
+        "https://[64:ff9b::a9fe:a9fe]/",
+        "https://[::127.0.0.1]/",
+        "https://168.63.129.16/",
         "ftp://example.org/",
     ],
 )
@@ -335,3 +341,125 @@ async def test_a_name_that_resolves_to_a_private_address_is_refused_when_it_is_s
     async with HttpWebhooks(frozenset({"localhost"})) as sender:
         await sender.send(f"http://localhost:{port}/", {}, b"{}")
     assert receiver.came[0][1]["host"] == f"localhost:{port}"
+
+
+@pytest.mark.anyio
+async def test_a_url_that_cannot_be_sent_to_fails_its_own_deliveries_and_ends_no_term() -> None:
+    ticks = itertools.count(1_000)
+    ports = memory_ports(MemoryServer(lambda: next(ticks), epoch=1))
+    async with HttpWebhooks() as sender:
+        # A letter of which IDNA 2008 knows no name; browsers and the model of the URL do.
+        wanted = WebhookRequest(url=AnyHttpUrl("https://\N{PILE OF POO}.invalid/"))
+        made = await create_webhook(ports, sender, wanted, LOCAL)
+        await ports.jobs.create(first_decision(_job(1)), Actor("test"), None)
+        loop = asyncio.create_task(webhooks.deliver_webhooks(ports, 1, sender))
+        async with asyncio.timeout(60):
+            while (await ports.webhooks.deliveries())[made.id].last_error is None:
+                await asyncio.sleep(0.01)
+                assert not loop.done(), loop.exception()
+        loop.cancel()
+        await asyncio.gather(loop, return_exceptions=True)
+
+
+class _Broken(_Stubborn):
+    """Raises what no sender may."""
+
+    async def send(self, url: str, headers: Mapping[str, str], body: bytes) -> None:
+        if json.loads(body)["data"]["job_id"] == self.refused:
+            raise UnicodeError("no such letter")
+        await super().send(url, headers, body)
+
+
+@pytest.mark.anyio
+async def test_a_fault_of_one_webhook_is_its_error_and_leaves_others_theirs() -> None:
+    ticks = itertools.count(1_000)
+    ports = memory_ports(MemoryServer(lambda: next(ticks), epoch=1))
+    job = _job(1)
+    sender = _Broken(job.id)
+    wanted = WebhookRequest(url=AnyHttpUrl("https://example.org"))
+    await create_webhook(ports, sender, wanted, LOCAL)
+    await ports.jobs.create(first_decision(job), Actor("test"), None)
+    (webhook,) = await ports.webhooks.every()
+    known = (await ports.webhooks.deliveries())[webhook.id]
+    delivery = Delivery(ports, sender, 1, webhook, known)
+    ((_, event),) = await delivery.batch()
+    assert event is not None
+    with pytest.raises(DeliveryError, match="UnicodeError: no such letter"):
+        await delivery.send(event)
+
+
+@pytest.mark.anyio
+async def test_an_answer_that_comes_byte_by_byte_is_not_waited_for(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(http_webhooks, "_ANSWERED_WITHIN_S", 0.3)
+    over = asyncio.Event()
+
+    async def drip(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.readline()
+        with contextlib.suppress(OSError):
+            for letter in itertools.chain(b"HTTP/1.1 200 OK\r\n", itertools.repeat(ord("x"))):
+                writer.write(bytes([letter]))
+                await writer.drain()
+                await asyncio.sleep(0.02)
+        writer.close()
+        over.set()
+
+    server = await asyncio.start_server(drip, "127.0.0.1", 0)
+    port = server.sockets[0].getsockname()[1]
+    async with HttpWebhooks(frozenset({"127.0.0.1"})) as sender, asyncio.timeout(60):
+        with pytest.raises(DeliveryError, match=r"no answer within 0\.3 s"):
+            await sender.send(f"http://127.0.0.1:{port}/", {}, b"{}")
+        await over.wait()
+    server.close()
+
+
+class _Slow(_Stubborn):
+    """Never answers one subject's webhooks."""
+
+    def __init__(self) -> None:
+        super().__init__("")
+        self.asked = 0
+
+    async def send(self, url: str, headers: Mapping[str, str], body: bytes) -> None:
+        if "slow" in url:
+            self.asked += 1
+            await asyncio.Event().wait()
+        await super().send(url, headers, body)
+
+
+@pytest.mark.anyio
+async def test_slow_receivers_of_some_subjects_leave_turns_to_others() -> None:
+    ticks = itertools.count(1_000)
+    ports = memory_ports(MemoryServer(lambda: next(ticks), epoch=1))
+    sender = _Slow()
+    for number in range(20):
+        url = AnyHttpUrl(f"https://slow.example.org/{number}")
+        subject = Principal(f"s{number // 10}", Scope.OPERATOR)
+        await create_webhook(ports, sender, WebhookRequest(url=url), subject)
+    wanted = WebhookRequest(url=AnyHttpUrl("https://example.org"))
+    await create_webhook(ports, sender, wanted, LOCAL)
+    await ports.jobs.create(first_decision(_job(1)), Actor("test"), None)
+    loop = asyncio.create_task(webhooks.deliver_webhooks(ports, 1, sender))
+    async with asyncio.timeout(60):
+        while not sender.taken:  # noqa: ASYNC110 no event tells
+            await asyncio.sleep(0.01)
+    loop.cancel()
+    await asyncio.gather(loop, return_exceptions=True)
+    assert sender.asked == 8
+
+
+@pytest.mark.anyio
+async def test_of_webhooks_that_are_registered_at_once_no_more_are_kept_than_one_may_have(
+    redis_url: str,
+) -> None:
+    server = MemoryServer(lambda: 1)
+    async with redis_ports(redis_url) as kept:
+        for ports in (kept, memory_ports(server)):
+            wanted = WebhookRequest(url=AnyHttpUrl("https://example.org"))
+            sender, sue = _Stubborn(""), Principal("sue", Scope.SUBMITTER)
+            made = [create_webhook(ports, sender, wanted, sue) for _ in range(MOST_OF_ONE + 5)]
+            answers = await asyncio.gather(*made, return_exceptions=True)
+            assert sum(isinstance(one, StateConflictError) for one in answers) == 5
+            assert len(await ports.webhooks.every()) == MOST_OF_ONE
+            assert await create_webhook(ports, sender, wanted, LOCAL)

@@ -1,6 +1,7 @@
 """The reconciler, honest agents and their ranks on virtual time: a step of every gang a second."""
 
-from collections.abc import Mapping
+import dataclasses
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from services.contract.api.requests import JobPatch
@@ -36,6 +37,7 @@ from services.controller.domain.decisions.history import Occurrence
 from services.controller.domain.job.events import GangFact, JobEvent, PatchAsked
 from services.controller.domain.job.job import Job
 from services.controller.domain.scheduling.node import Lease
+from services.controller.domain.scheduling.reservations import PoolLimits
 from services.controller.ports.jobs import Actor
 from services.controller.use_cases.change import apply_events
 from services.controller.use_cases.reconcile import Reconciler
@@ -78,6 +80,7 @@ class VirtualCluster:
         self.ports = memory_ports(self.server)
         self.new_leader()
         self._up: dict[str, str] = {}
+        self._lives: dict[str, int] = {}
         self._lease_ends: dict[str, int] = {}
         self._gangs: dict[tuple[str, int], Gang] = {}
         self._links = 1
@@ -88,12 +91,17 @@ class VirtualCluster:
         """Another controller leads, which remembers nothing."""
         self._reconciler = Reconciler(self.ports, 1)
 
+    def use_pools(self, pools: Sequence[PoolLimits]) -> None:
+        """Nodes may be asked of these."""
+        self.ports = dataclasses.replace(self.ports, pools=tuple(pools))
+
     def join(self, name: str, slots: int) -> None:
         """A node comes, or comes back."""
-        known = self.server.nodes.get(name)
-        life = "life-1" if known is None else f"{known.incarnation}+"
+        lives = self._lives[name] = self._lives.get(name, 0) + 1
+        life = "life-1" + "+" * (lives - 1)
         self._up[name] = life
-        self.server.nodes[name] = node(name, slots=slots).model_copy(update={"incarnation": life})
+        update = {"incarnation": life, "joined_ms": self.now}
+        self.server.nodes[name] = node(name, slots=slots).model_copy(update=update)
 
     def lose(self, name: str) -> None:
         """A node is gone, and its ranks with it."""

@@ -9,8 +9,9 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Final
 
-from pydantic_settings import BaseSettings
+from pydantic import BaseModel
 
+from meshloom.client.settings import ClientSettings
 from services.cli.settings import CliSettings
 from services.contract.jobs.specs import JobSpec
 from services.controller.domain.job.lifecycle_page import lifecycle_page
@@ -22,12 +23,14 @@ from tests.docs.command_line_page import command_line_page
 DOCS: Final = Path(__file__).parents[2] / "docs"
 _OPENAPI: Final = Path(__file__).parents[1] / "controller/openapi.json"
 _MADE: Final = "<!-- Made by `python -m tests.docs.generated_pages` from {}. -->\n"
-READERS: Final[Mapping[str, type[BaseSettings]]] = {
-    "controller": Settings,
-    "agent": AgentSettings,
-    "command line": CliSettings,
-    "local stack": LocalSettings,
-}
+READERS: Final[tuple[tuple[str, type[BaseModel]], ...]] = (
+    ("controller", Settings),
+    ("agent", AgentSettings),
+    ("command line", ClientSettings),
+    ("command line", CliSettings),
+    ("Python client", ClientSettings),
+    ("local stack", LocalSettings),
+)
 # They depend on the machine, so a page that showed their value would differ from one to the next.
 _COMPUTED_DEFAULTS: Final = {"node_id": "from the host's name", "cpu_slots": "cores, at least 2"}
 
@@ -35,7 +38,7 @@ _COMPUTED_DEFAULTS: Final = {"node_id": "from the host's name", "cpu_slots": "co
 def configuration_page() -> str:
     """Every environment variable: who reads it, what it sets, its default."""
     rows: dict[str, tuple[list[str], str, str]] = {}
-    for reader, settings in READERS.items():
+    for reader, settings in READERS:
         for name, field in settings.model_fields.items():
             default = _COMPUTED_DEFAULTS.get(name) or _default(field.default)
             text = field.description or ""

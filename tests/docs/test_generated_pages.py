@@ -29,7 +29,7 @@ def test_every_field_of_a_spec_and_every_setting_is_described() -> None:
     ]
     bare += [
         f"{reader}: {name}"
-        for reader, settings in READERS.items()
+        for reader, settings in READERS
         for name, field in settings.model_fields.items()
         if not field.description
     ]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import logging
 import os
 import pickle
@@ -543,25 +542,6 @@ def check_early_gather(ctx: RankContext, policy: SharedMemoryPolicy) -> None:
     handle.wait()
     with torch.no_grad():
         assert torch.equal(model(ctx.batch(1, 3, 7)), plain(ctx.batch(1, 3, 7)))
-
-
-@POLICIES
-def test_nobody_waits_for_a_rank_whose_model_is_gone(
-    gangs: Gangs, policy: SharedMemoryPolicy
-) -> None:
-    """Ranks collect garbage at different times: one may hold a model that the other has let go."""
-    gangs(2).run(check_gone, policy)
-
-
-def check_gone(ctx: RankContext, policy: SharedMemoryPolicy) -> None:
-    earlier = sharded(ctx, policy)
-    with torch.no_grad():
-        earlier(ctx.batch(0, 3, 7))  # after which the root stays unsharded, and in use
-    if ctx.rank == 0:
-        del earlier
-        gc.collect()
-    dist.barrier()
-    train(ctx, sharded(ctx, policy))
 
 
 def test_a_gather_ends_when_all_others_have_copied(gangs: Gangs) -> None:

@@ -390,6 +390,12 @@ def check_refusals(ctx: RankContext) -> None:
     with pytest.raises(AssertionError, match=r"Invalid fsdp_pre_all_gather.*'2.weight'"):
         loss_on(ctx, model, 0)
 
+    model = net(Bf16, rows=5)
+    engine.shard(model[0], mesh=ctx.mesh)
+    # On all ranks, or those whose slices are not short would wait.
+    with pytest.raises(AssertionError, match=r"'weight'.*takes \(self, mesh\) alone.*3, 4"):
+        model[0](torch.ones(1, 4))
+
     model = net(Unpadded, rows=5)
     engine.shard(model[0], mesh=ctx.mesh)
     layer = model[0]

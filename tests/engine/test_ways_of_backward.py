@@ -542,6 +542,25 @@ def backward_of_a_unit_within_forward(run: Run) -> None:
 
 
 @way
+def backward_within_forward_that_reduces_what_an_earlier_one_kept(run: Run) -> None:
+    """It reaches nothing of the root, whose forward goes on, and no other backward follows."""
+    model = run.net("first second head")
+    model.with_head = False
+    for step in range(2):
+        for is_last in (False, True):
+            if run.shard is not None:
+                model.set_requires_gradient_sync(is_last)
+            if is_last:
+                model.returns = lambda hidden: backward(model.head(hidden.detach()).square().sum())
+                model(run.x(step))
+                run.note()
+            else:
+                model.returns = lambda hidden: hidden
+                backward(model(run.x(step)).square().sum())
+        run.step()
+
+
+@way
 def whole_backward_within_forward(run: Run, units: str = "first second norm,head") -> None:
     model = run.net(units)
     model.with_head = False

@@ -17,7 +17,8 @@ from services.contract.jobs.specs import JobSpec
 from services.contract.messages.probe_programs import ProbeSeat
 from services.contract.messages.probing import ModelProbed, ProbeModel
 from services.worker.rank.probe.passes import mean_loss
-from services.worker.rank.probe.profile import _chain, _is_out_of_memory, probe
+from services.worker.rank.probe.profile import _is_out_of_memory, probe
+from services.worker.rank.process.failures import chain_of
 from tests.rank.test_hugging_face import saved
 
 LENGTH = 8
@@ -310,7 +311,7 @@ def test_batches_of_any_nesting_are_followed(
     }
     found = ask(options=options)
     assert found.profile is not None, found.failure
-    assert found.sequence_tokens == 1
+    assert (found.sequence_tokens, found.throughput_unit) == (1, "samples")
     # Forward and backward of three layers on one picture, whatever it comes in.
     weights = 8 * 8 + 8 * 8 + 8 * 4
     assert found.profile.flops.slope == pytest.approx(3 * 2 * weights - 2 * 8 * 8, rel=0.2)
@@ -320,7 +321,7 @@ def test_models_of_transformers_are_followed_as_they_are(tmp_path: Path) -> None
     saved("llama", tmp_path)
     found = ask(options={"model": at("hf_causal_lm", config=str(tmp_path))})
     assert found.profile is not None, found.failure
-    assert found.sequence_tokens == LENGTH
+    assert (found.sequence_tokens, found.throughput_unit) == (LENGTH, "tokens")
     assert "model.layers.0" in {unit.module for unit in found.profile.units}
     assert not found.profile.built_whole
 
@@ -337,8 +338,8 @@ def test_want_of_memory_is_seen_behind_other_errors() -> None:
     for error in (MemoryError(), OSError(errno.ENOMEM, "no"), refused):
         wrapped = ValueError("the model could not be built")
         wrapped.__cause__ = error
-        assert any(map(_is_out_of_memory, _chain(wrapped)))
+        assert any(map(_is_out_of_memory, chain_of(wrapped)))
     ring = ValueError("a ring")
     ring.__cause__ = KeyError("of causes")
     ring.__cause__.__context__ = ring
-    assert not any(map(_is_out_of_memory, _chain(ring)))
+    assert not any(map(_is_out_of_memory, chain_of(ring)))

@@ -32,16 +32,16 @@ if TYPE_CHECKING:
 _LOGGER = logging.getLogger("fsdp_core")
 
 _STARTED: Final = 0
-_REDUCED: Final = 1
 _COUNTERS: Final = 16
-"""Words of a rank; the two that are used lie in one cache line that no other rank writes."""
+"""Words of a rank; the one that is used lies in a cache line that no other rank writes."""
 _ENTRIES: Final = 1024
 _ENTRY: Final = struct.Struct("<QQQ224s")
 """Number, digest of the name, place of what is shared, and the name."""
 _HEAD: Final = struct.Struct("<QQQ")
 """An entry without its name."""
 _RING_START: Final = 4096
-_BOXES_START: Final = _RING_START + _ENTRIES * _ENTRY.size
+_ENDED_START: Final = _RING_START + _ENTRIES * _ENTRY.size
+_BOXES_START: Final = _ENDED_START + _ENTRIES * 4
 _SEGMENT_BYTES: Final = 1 << 40
 """Address space, not memory: pages take memory when they are first written."""
 _PAGE: Final = 4096
@@ -59,13 +59,13 @@ class OutBox:
         place: In this rank's segment.
         nbytes: Of it.
         in_use: Whether this rank has yet to end the reduction.
-        ended_as: Which of its ended reductions the last one was; others may have yet to end it.
+        number: Of the last collective that it served; others may have yet to end it.
     """
 
     place: int
     nbytes: int
     in_use: bool = False
-    ended_as: int = 0
+    number: int = 0
 
 
 class SharedMemoryAxis:
@@ -81,42 +81,33 @@ class SharedMemoryAxis:
         self.size = peers.size
         self._segments = peers.exchange(_SEGMENT_BYTES)
         self._counters = [Counters(segment, 0, _COUNTERS) for segment in self._segments]
+        # One word for each entry of the ring: the number of the collective once the rank has ended it.
+        self._ends = [Counters(segment, _ENDED_START, _ENTRIES) for segment in self._segments]
         self._started = 0
         self._compared = [0] * peers.size
-        self._open: set[int] = set()
-        self._reduced = 0
         self._boxes: list[OutBox] = []
         self._boxes_end = _BOXES_START
 
     # -- Collectives in order
 
-    def start(self, what: str, place: int = 0) -> int:
+    def start(self, what: str, box: OutBox | None = None) -> int:
         """Announces this rank's next collective; returns its number, from 1.
 
         Args:
             what: The same words on all ranks that are in step.
-            place: Where in this rank's segment the others find what it shares.
-
-        Raises:
-            StateError: Too many collectives are open for others to keep track.
+            box: Where the others find what it shares, if it is a reduction.
         """
         self._started += 1
         number = self._started
-        self._open.add(number)
-        if number - min(self._open) >= _ENTRIES // 2:
-            raise StateError(
-                f"{_ENTRIES // 2} collectives of group {self.peers.name!r} are in flight: land some "
-                "(UnshardHandle.wait) before more are started."
-            )
+        if box is not None:
+            box.number = number
         digest, name = _named(what)
         at = _RING_START + number % _ENTRIES * _ENTRY.size
+        place = 0 if box is None else box.place
         _ENTRY.pack_into(self._segments[self.rank], at, number, digest, place, name)
+        self._ends[self.rank].set(number % _ENTRIES, number - 1)
         self._counters[self.rank].publish(_STARTED, number)
         return number
-
-    def abandon(self, number: int) -> None:
-        """This rank reads nothing of collective `number`: it does not wait for it."""
-        self._open.discard(number)
 
     def await_started(self, number: int, what: str) -> tuple[int, ...]:
         """Waits until all ranks have started collective `number`; each waits for it once.
@@ -127,14 +118,21 @@ class SharedMemoryAxis:
         Raises:
             DesyncError: A rank has started another collective in its place.
             PeerError: A rank has ended, or did not start it for half an hour.
+            StateError: So many were started since that nobody knows of it any more.
         """
-        self._open.discard(number)
         places = []
         for rank in range(self.size):
             if rank != self.rank:
                 self._await(rank, self._counters[rank], _STARTED, number, what)
                 self._compare(rank, number)
-            places.append(self._head(rank, number)[2])
+            known, _, place = self._head(rank, number)
+            if known != number:
+                raise StateError(
+                    f"{_ENTRIES} collectives of group {self.peers.name!r} were started after the "
+                    f"{what}, which this rank waits for only now. Wait for gathers (UnshardHandle.wait) "
+                    "before so many more are started."
+                )
+            places.append(place)
         return tuple(places)
 
     def _compare(self, rank: int, last: int) -> None:
@@ -146,7 +144,7 @@ class SharedMemoryAxis:
             if not self._counters[rank].has_reached(_STARTED, number):
                 return
             theirs, mine = self._head(rank, number), self._head(self.rank, number)
-            if theirs[:2] != mine[:2]:
+            if theirs[:2] != mine[:2] and theirs[0] == mine[0] == number:
                 names = [self._name(each, number) for each in (self.rank, rank)]
                 raise DesyncError(
                     f"Ranks ran different units: collective number {number} is the {names[0]} on rank "
@@ -183,21 +181,14 @@ class SharedMemoryAxis:
     # -- Reductions
 
     def take_box(self, nbytes: int) -> OutBox:
-        """Memory of `nbytes` or more that no other rank reads any more.
-
-        Raises:
-            PeerError: A rank has ended while this one waited for it to take its share.
-        """
+        """Memory of `nbytes` or more that no other rank reads any more."""
         suited = [box for box in self._boxes if box.nbytes >= nbytes and not box.in_use]
-        box = next((box for box in suited if self._all_reduced(box.ended_as)), None)
+        box = next((box for box in suited if self._have_ended(box)), None)
         if box is None and len(suited) > 1:
-            # The others will end it, for all that they need of this rank was started before.
-            box = min(suited, key=lambda each: each.ended_as)
-            for rank in range(self.size):
-                if rank != self.rank:
-                    self._await(
-                        rank, self._counters[rank], _REDUCED, box.ended_as, "reduce-scatter"
-                    )
+            # The others will end it soon. Not one that keeps a model whose backward raised, or whose
+            # garbage was not collected yet: it may itself wait for what this rank does next.
+            oldest = min(suited, key=lambda each: each.number)
+            box = oldest if self._have_ended(oldest, within_s=_LOOK_S) else None
         if box is None:
             size = -(-nbytes // _PAGE) * _PAGE
             box = OutBox(self._boxes_end, size)
@@ -207,19 +198,23 @@ class SharedMemoryAxis:
         return box
 
     def give_back(self, box: OutBox) -> None:
-        """This rank has ended the reduction, and so will the others, in the same order."""
-        self._reduced += 1
-        self._counters[self.rank].publish(_REDUCED, self._reduced)
+        """This rank has ended the reduction: it reads no other rank's box of it any more."""
+        ended = self._ends[self.rank]
+        if not ended.has_reached(box.number % _ENTRIES, box.number):
+            ended.publish(box.number % _ENTRIES, box.number)
         box.in_use = False
-        box.ended_as = self._reduced
 
     def view(self, rank: int, place: int, numel: int, dtype: torch.dtype) -> torch.Tensor:
         """Elements of a rank's segment, 1D."""
         return elements_of(self._segments[rank], place, numel, dtype)
 
-    def _all_reduced(self, count: int) -> bool:
-        others = (c for rank, c in enumerate(self._counters) if rank != self.rank)
-        return all(counters.has_reached(_REDUCED, count) for counters in others)
+    def _have_ended(self, box: OutBox, within_s: float = 0.0) -> bool:
+        """Whether all others have ended what `box` served, or each does so within a time."""
+        number = box.number
+        others = (ended for rank, ended in enumerate(self._ends) if rank != self.rank)
+        if within_s == 0:
+            return all(ended.has_reached(number % _ENTRIES, number) for ended in others)
+        return all(ended.wait(number % _ENTRIES, number, within_s) for ended in others)
 
     # -- Waiting
 

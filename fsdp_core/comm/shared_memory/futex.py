@@ -57,6 +57,10 @@ class Counters:
         self._words[index] = value % _MODULUS
         self._call(index, _WAKE, _EVERYONE, None)
 
+    def set(self, index: int, value: int) -> None:
+        """Sets a word that nobody waits for yet."""
+        self._words[index] = value % _MODULUS
+
     def leave(self) -> None:
         """This process counts no more: whatever others wait for in its words has been reached."""
         for index, value in enumerate(self._words):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from fsdp_core.plan.model.estimate import Estimate
+from fsdp_core.plan.model.estimating import Estimate
 from fsdp_core.plan.model.sharding import ShardingPlan
 
 RankedBy = Literal["seconds", "recomputation and bytes"]

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from fsdp_core.errors import PlanError
 from fsdp_core.plan.model.answer import Candidate
-from fsdp_core.plan.model.estimate import estimate
+from fsdp_core.plan.model.estimating import estimate
 from fsdp_core.plan.model.floors import Divided, Floors
 from fsdp_core.plan.model.score import Score, Spent, score
 from fsdp_core.plan.model.space import Layout, LayoutSpace

@@ -15,7 +15,7 @@ from math import prod
 from typing import Literal
 
 from fsdp_core.layout import Slicing
-from fsdp_core.plan.model.estimate import UnitStep, flops_of, steps_of, work_of
+from fsdp_core.plan.model.estimating import UnitStep, flops_of, steps_of, work_of
 from fsdp_core.plan.model.score import Score, Spent, score
 from fsdp_core.plan.model.sharding import (
     MeshPlan,

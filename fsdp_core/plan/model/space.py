@@ -8,7 +8,7 @@ from functools import cached_property
 from math import prod
 from typing import Literal
 
-from fsdp_core.plan.model.estimate import Training
+from fsdp_core.plan.model.estimating import Training
 from fsdp_core.plan.model.profile import Conditions, ModelProfile
 from fsdp_core.plan.model.question import FixedUnit, LayoutQuestion, UnitOption
 from fsdp_core.plan.model.sharding import (

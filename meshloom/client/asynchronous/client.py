@@ -7,8 +7,9 @@ from typing import Any, Self
 from meshloom.client.asynchronous.checkpoints import AsyncCheckpoints
 from meshloom.client.asynchronous.jobs import AsyncJobs
 from meshloom.client.asynchronous.rest import AsyncRestClient
-from meshloom.client.settings import client_settings
+from meshloom.client.settings import ClientSettings
 from services.contract.api.plan_views import PlanSummary, PlanView
+from services.contract.api.pools import PoolView
 from services.contract.api.queue import CapacityView, DrainRequest, QueueEntry
 from services.contract.api.views import EventView, NodeView, Version
 from services.contract.api.webhooks import (
@@ -83,6 +84,10 @@ class AsyncQueue:
     async def capacity(self) -> CapacityView:
         """What is taken and what is free, node by node."""
         return await self._rest.capacity()
+
+    async def pools(self) -> Sequence[PoolView]:
+        """The pools that bring nodes when a job fits no free one, and what they have brought."""
+        return (await self._rest.pools()).items
 
 
 class AsyncEvents:
@@ -204,7 +209,7 @@ class AsyncClient:
         patience_s: float = 10.0,
     ) -> None:
         if base_url is None:
-            settings = client_settings()
+            settings = ClientSettings.from_environment()
             # The environment's token is for the environment's controller, and goes nowhere else.
             base_url, token = settings.base_url, token or settings.token
         self.rest = AsyncRestClient(base_url, token, timeout_s=timeout_s, patience_s=patience_s)

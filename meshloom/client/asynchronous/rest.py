@@ -12,6 +12,7 @@ from meshloom.client.downloads import PartialFile
 from meshloom.client.errors import refusal
 from services.contract.api.access import AuditPage, TokenCreated, TokenList, TokenRequest
 from services.contract.api.plan_views import PlanList, PlanView
+from services.contract.api.pools import PoolList
 from services.contract.api.queue import CapacityView, DrainRequest, QueueView
 from services.contract.api.requests import CloneRequest, JobPatch
 from services.contract.api.views import (
@@ -280,6 +281,10 @@ class AsyncRestClient(AsyncTransport):
     async def queue(self) -> QueueView:
         """Who waits for seats, and why."""
         return await self.get("/v1/queue", QueueView)
+
+    async def pools(self) -> PoolList:
+        """See ``GET /v1/pools``."""
+        return await self.get("/v1/pools", PoolList)
 
     async def capacity(self) -> CapacityView:
         """What room there is."""

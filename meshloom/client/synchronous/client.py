@@ -4,11 +4,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from types import TracebackType
 from typing import Any, Self
 
-from meshloom.client.settings import client_settings
+from meshloom.client.settings import ClientSettings
 from meshloom.client.synchronous.checkpoints import Checkpoints
 from meshloom.client.synchronous.jobs import Jobs
 from meshloom.client.synchronous.rest import RestClient
 from services.contract.api.plan_views import PlanSummary, PlanView
+from services.contract.api.pools import PoolView
 from services.contract.api.queue import CapacityView, DrainRequest, QueueEntry
 from services.contract.api.views import EventView, NodeView, Version
 from services.contract.api.webhooks import (
@@ -83,6 +84,10 @@ class Queue:
     def capacity(self) -> CapacityView:
         """What is taken and what is free, node by node."""
         return self._rest.capacity()
+
+    def pools(self) -> Sequence[PoolView]:
+        """The pools that bring nodes when a job fits no free one, and what they have brought."""
+        return (self._rest.pools()).items
 
 
 class Events:
@@ -204,7 +209,7 @@ class Client:
         patience_s: float = 10.0,
     ) -> None:
         if base_url is None:
-            settings = client_settings()
+            settings = ClientSettings.from_environment()
             # The environment's token is for the environment's controller, and goes nowhere else.
             base_url, token = settings.base_url, token or settings.token
         self.rest = RestClient(base_url, token, timeout_s=timeout_s, patience_s=patience_s)

@@ -12,6 +12,7 @@ from meshloom.client.errors import refusal
 from meshloom.client.synchronous.transport import Transport
 from services.contract.api.access import AuditPage, TokenCreated, TokenList, TokenRequest
 from services.contract.api.plan_views import PlanList, PlanView
+from services.contract.api.pools import PoolList
 from services.contract.api.queue import CapacityView, DrainRequest, QueueView
 from services.contract.api.requests import CloneRequest, JobPatch
 from services.contract.api.views import (
@@ -278,6 +279,10 @@ class RestClient(Transport):
     def queue(self) -> QueueView:
         """Who waits for seats, and why."""
         return self.get("/v1/queue", QueueView)
+
+    def pools(self) -> PoolList:
+        """See ``GET /v1/pools``."""
+        return self.get("/v1/pools", PoolList)
 
     def capacity(self) -> CapacityView:
         """What room there is."""

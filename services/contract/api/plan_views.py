@@ -9,6 +9,7 @@ from fsdp_core.plan.model import MeshPlan, ShardingPlan
 from services.contract.jobs.plans import RankPlacement
 from services.contract.jobs.specs import CarriedSpec, JobSpec
 from services.contract.messages.probing import DeviceType
+from services.contract.messages.rank_pipe import ThroughputUnit
 from services.contract.words.ids import NodeId, PlanId, ProbeId
 from services.contract.words.states import PlanState
 
@@ -67,13 +68,14 @@ class StepTimeView(_View):
     """Seconds of a step, estimated from the node's figures; without overlap in ``total_s``.
 
     ``scale``: what the first steps of earlier jobs of the model took, over what was estimated for
-    them; all seconds are multiplied by it.
+    them; all seconds are multiplied by it. ``tokens_per_s`` counts what ``throughput_unit`` says.
     """
 
     compute_s: float
     optimizer_s: float
     total_s: float
     tokens_per_s: float
+    throughput_unit: ThroughputUnit = "tokens"
     scale: float = 1.0
 
 

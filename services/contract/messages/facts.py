@@ -3,7 +3,7 @@
 from enum import IntEnum
 from typing import Annotated, Final, Literal
 
-from pydantic import Field, TypeAdapter
+from pydantic import ConfigDict, Field, TypeAdapter
 
 from services.contract.messages.base import Address, Message, OfAttempt
 from services.contract.messages.findings import Findings
@@ -409,4 +409,5 @@ Fact = Annotated[
 ]
 
 
-FACT: TypeAdapter[Fact] = TypeAdapter(Fact)
+# Its validator is made when the first fact comes: clients import this module for `Inventory`, and read no facts.
+FACT: TypeAdapter[Fact] = TypeAdapter(Fact, config=ConfigDict(defer_build=True))

@@ -17,7 +17,8 @@ class RankFinding(Message):
     ``still_s`` is the age of its board's last store, ``pulse_age_s`` that of the pulse, for which
     the rank's interpreter lock is needed. ``frames`` are the Python frames of the training thread,
     innermost first; ``stacks`` those of all threads as faulthandler writes them, None where the
-    rank did not answer.
+    rank did not answer. ``lost_thread``: the last that it wrote to stderr tells of a thread that ended
+    because memory was refused.
     """
 
     rank: int = Field(ge=0)
@@ -32,6 +33,7 @@ class RankFinding(Message):
     completed: Numbers = Field(default_factory=dict)
     frames: Annotated[tuple[Text, ...], Field(max_length=_FRAMES)] = ()
     stacks: Traceback | None = None
+    lost_thread: bool = False
 
 
 class Findings(Message):

@@ -1,6 +1,7 @@
 """A model that is profiled on a node before any rank of it runs, and what nodes measure of themselves."""
 
-from typing import Annotated, Any, Final, Literal
+import functools
+from typing import Annotated, Any, Literal
 
 from pydantic import Field, JsonValue, TypeAdapter, WrapValidator
 from pydantic_core import SchemaValidator
@@ -14,6 +15,7 @@ from fsdp_core.plan.model import (
 )
 from services.contract.jobs.specs import CarriedSpec
 from services.contract.messages.base import Message
+from services.contract.messages.rank_pipe import ThroughputUnit
 from services.contract.words.bounds import Incarnation, Text, Traceback
 from services.contract.words.ids import NodeId, ProbeId
 
@@ -31,11 +33,20 @@ def _failing_fast(schema: Any) -> Any:  # noqa: ANN401 (any part of a core schem
     return changed
 
 
-# The engine's dataclasses know nothing of pydantic, so ``FailFast`` cannot stand in them.
-_PROFILE: Final = SchemaValidator(_failing_fast(TypeAdapter(ModelProfile).core_schema))
-"""Reports the first error of each list: a profile comes from a process that ran user code, and a
-million errors would take a gigabyte."""
-Profile = Annotated[ModelProfile, WrapValidator(lambda value, _: _PROFILE.validate_python(value))]
+@functools.cache
+def _profile_validator() -> SchemaValidator:
+    """What checks a profile, and reports the first error of each list.
+
+    A profile comes from a process that ran user code, and a million errors would take a gigabyte. It is made when
+    the first profile comes: clients import this module and read none.
+    """
+    # The engine's dataclasses know nothing of pydantic, so ``FailFast`` cannot stand in them.
+    return SchemaValidator(_failing_fast(TypeAdapter(ModelProfile).core_schema))
+
+
+Profile = Annotated[
+    ModelProfile, WrapValidator(lambda value, _: _profile_validator().validate_python(value))
+]
 
 
 class ProbeModel(Message):
@@ -78,7 +89,8 @@ class ProbeFailure(Message):
 class ModelProbed(Message):
     """The answer to a probe: exactly one of ``profile`` (with all else) and ``failure`` is there.
 
-    ``sequence_tokens``: tokens that a sequence of the data predicts.
+    ``sequence_tokens``: tokens that a sequence of the data predicts; 1 where it has none, which
+    ``throughput_unit`` says.
     """
 
     kind: Literal["model_probed"] = "model_probed"
@@ -88,6 +100,7 @@ class ModelProbed(Message):
     profile: Profile | None = None
     optimizer: OptimizerFacts | None = None
     sequence_tokens: int | None = Field(default=None, ge=1)
+    throughput_unit: ThroughputUnit = "tokens"
     failure: ProbeFailure | None = None
 
 

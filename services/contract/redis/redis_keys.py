@@ -28,6 +28,7 @@
 | ``ml:nodes`` | hash: node id to JSON | until it was lost for 7 days, or is deleted |
 | ``ml:nodes:draining`` | hash: node id to Drain JSON | until it is undrained |
 | ``ml:nodes:measured`` | hash: ``<node id>/<device type>`` to Measurement JSON | with the node |
+| ``ml:reservations`` | hash: reservation id to Reservation JSON | until its nodes are given back |
 | ``ml:node:<id>:measuring:<device type>`` | string: that it was asked to | TTL 60 s |
 | ``ml:node:<id>:lease`` | string: incarnation | TTL, renewed by the agent's beat |
 | ``ml:node:<id>:beat`` | hash: ``incarnation``, ``number`` of the last beat applied | with the node |
@@ -65,10 +66,11 @@ EVENT_FEED: Final = "ml:events"
 DELETED_JOBS: Final = "ml:jobs:deleted"
 JOB_INDEX: Final = "ml:jobs:index"
 # Another number has all indexes built again.
-JOB_INDEX_FORMAT: Final = "1"
+JOB_INDEX_FORMAT: Final = "2"
 NODES: Final = "ml:nodes"
 DRAINING_NODES: Final = "ml:nodes:draining"
 MEASURED_NODES: Final = "ml:nodes:measured"
+RESERVATIONS: Final = "ml:reservations"
 PLANS: Final = "ml:plans"
 FACTS: Final = "ml:facts"
 # Agents add to a list, for a user of Redis may be allowed RPUSH and nothing else: XADD also trims, and
@@ -130,6 +132,11 @@ def jobs_in_state(state: str) -> str:
 def jobs_of_owner(owner: str) -> str:
     """The jobs of an owner."""
     return f"ml:jobs:owner:{owner}"
+
+
+def jobs_not_ended(owner: str) -> str:
+    """The jobs of an owner that have not ended."""
+    return f"ml:jobs:not-ended:{owner}"
 
 
 def jobs_with_label(label: str) -> str:

@@ -4,6 +4,7 @@ This guards against accidents: a value that is printed, logged, or part of an er
 means to give its secret away can always spell it differently.
 """
 
+import base64
 import json
 import urllib.parse
 from collections.abc import Iterator, Mapping
@@ -42,13 +43,26 @@ NOTHING_MASKED: Final = Mask({})
 
 
 def _forms(value: str) -> Iterator[str]:
-    """The value and each of its lines: as they are, as URLs, ``repr`` and JSON write them.
+    """The value and each of its lines: as they are, as URLs, base64, ``repr`` and JSON write them.
 
     And as JSON writes those in turn: an error that quotes a value travels inside JSON.
     """
     for part in {value, *value.splitlines()}:
         if len(part) >= MIN_SECRET_CHARACTERS:
-            plain = {part, repr(part)[1:-1], urllib.parse.quote(part, safe="")}
+            in_urls = (urllib.parse.quote(part, safe=""), urllib.parse.quote_plus(part))
+            plain = {part, repr(part)[1:-1], *in_urls, urllib.parse.quote(part), *_in_base64(part)}
             once = {json.dumps(form, ensure_ascii=a)[1:-1] for form in plain for a in (True, False)}
             twice = {json.dumps(form, ensure_ascii=a)[1:-1] for form in once for a in (True, False)}
             yield from plain | once | twice
+
+
+def _in_base64(text: str) -> Iterator[str]:
+    """What base64 makes of a text wherever it stands in another, as behind ``user:`` in Basic access.
+
+    Without the letters at its ends that hold bits of what stands beside it.
+    """
+    content = text.encode(errors="surrogateescape")
+    for before in range(3):
+        first, end = -(-8 * before // 6), 8 * (before + len(content)) // 6
+        for encode in (base64.b64encode, base64.urlsafe_b64encode):
+            yield encode(bytes(before) + content)[first:end].decode()

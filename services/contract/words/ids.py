@@ -59,6 +59,14 @@ def new_trace_id(now_ms: int, randomness: bytes) -> str:
     return f"trace_{_ulid(now_ms, randomness)}"
 
 
+def new_reservation_id(now_ms: int, randomness: bytes) -> str:
+    """A name for nodes of a pool, for the moment ``now_ms`` (Unix ms) from 10 random bytes.
+
+    Without underscores, for it names objects of other systems too.
+    """
+    return f"nodes-{_ulid(now_ms, randomness)}"
+
+
 def checkpoint_id(job_id: str, step: int, fence: int) -> str:
     """The one name of the checkpoint that attempt ``fence`` of a job takes after ``step``.
 

@@ -40,6 +40,7 @@ class ExitReason(StrEnum):
     RESIZED = "resized"
     HANG = "hang"
     NON_FINITE_LOSS = "nan"
+    OUT_OF_MEMORY = "out_of_memory"
     INFEASIBLE = "infeasible"
 
 
@@ -118,3 +119,24 @@ class NodeState(StrEnum):
     READY = "READY"
     DRAINING = "DRAINING"
     LOST = "LOST"
+
+
+class PoolKind(StrEnum):
+    """What brings the nodes of a pool."""
+
+    SLURM = "slurm"
+    RAY = "ray"
+    KUBERNETES = "kubernetes"
+
+
+class ReservationState(StrEnum):
+    """What is wanted of nodes of a pool, and how far that is.
+
+    REQUESTED: the pool is to be asked. PROVISIONING: it was asked; not all nodes have joined. READY: all
+    have. RELEASING: they are to be given back.
+    """
+
+    REQUESTED = "REQUESTED"
+    PROVISIONING = "PROVISIONING"
+    READY = "READY"
+    RELEASING = "RELEASING"

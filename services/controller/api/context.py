@@ -1,7 +1,7 @@
 """What routes need, handed to them by FastAPI."""
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Annotated
 
@@ -19,7 +19,6 @@ from services.controller.ports.jobs import Actor
 from services.controller.ports.tracing import Tracing
 from services.controller.ports.webhooks import WebhookSender
 from services.controller.use_cases.plans import Drawing
-from services.controller.use_cases.submit import MOST_UNFINISHED
 
 
 @dataclass(frozen=True)
@@ -30,7 +29,7 @@ class Context:
     epoch of this controller's term, None while it does not lead. ``streams`` are those that may be
     open at a time. ``entry_points`` are those that jobs may name. ``drawing``: how plans are made.
     ``trouble``: why Redis does not do what leading takes, None while it does.
-    ``most_unfinished``: so many jobs that have not ended one owner may have. ``turns``: one request at a time reads all steps of a job. ``uploads``: how code is taken. ``exports``: where exports are read; None: nowhere. ``webhooks``: checks where they lead; None: there are none. ``tracing``: None: no traces.
+    ``turns``: one request at a time reads all steps of a job. ``uploads``: how code is taken. ``exports``: where exports are read; None: nowhere. ``webhooks``: checks where they lead; None: there are none. ``tracing``: None: no traces. ``silent_pools``: why pools do not answer, as far as this process asks them.
     """
 
     ports: Ports
@@ -42,10 +41,10 @@ class Context:
     drawing: Drawing = field(default_factory=Drawing)
     trouble: Callable[[], str | None] = lambda: None
     uploads: Uploads = field(default_factory=Uploads)
-    most_unfinished: int = MOST_UNFINISHED
     exports: ExportStore | None = None
     webhooks: WebhookSender | None = None
     tracing: Tracing | None = None
+    silent_pools: Mapping[str, str] = field(default_factory=dict)
     # Two hundred thousand steps are as many objects: of several at once the memory would not suffice.
     turns: Turns = field(default_factory=Turns)
 

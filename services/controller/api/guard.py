@@ -93,7 +93,10 @@ class Guard:
         bootstrap = self._policy.token
         if bootstrap is None:
             return LOCAL
-        scheme, _, shown = headers.get("authorization", "").partition(" ")
+        given = headers.getlist("authorization")
+        if len(given) > 1:  # a proxy may have looked at another one of them
+            return Refusal("send one Authorization header")
+        scheme, _, shown = "".join(given).partition(" ")
         if scheme.lower() != _SCHEME or not shown:
             return Refusal("send a token as `Authorization: Bearer …` (MESHLOOM_TOKEN)")
         if hmac.compare_digest(shown.encode(), bootstrap.encode()):

@@ -8,6 +8,7 @@
     ├── ForbiddenError           403  the token does not allow it
     ├── NotFoundError            404
     ├── StateConflictError       409  the state of the job or plan does not allow it
+    │   └── TooManyJobsError     409  their owner has as many jobs as one may have
     ├── RecordUnreadableError    409  what is stored of the job cannot be read
     ├── PreconditionRequiredError 428  a change of a job says which revision it is made on
     ├── PreconditionFailedError  412  the job is not as the client saw it
@@ -96,6 +97,13 @@ class StateConflictError(MeshloomError):
     def __init__(self, detail: str, *, code: str = "state_conflict") -> None:
         super().__init__(detail)
         self.code = code
+
+
+class TooManyJobsError(StateConflictError):
+    """The owner of a job has as many as one may have."""
+
+    def __init__(self, detail: str) -> None:
+        super().__init__(detail, code="too_many_jobs")
 
 
 def no_node(node_id: str) -> NotFoundError:

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+from collections import defaultdict
 from typing import Final
 
 import structlog
@@ -23,6 +24,8 @@ from services.controller.ports.webhooks import DeliveryError, WebhookSender
 from services.controller.use_cases.webhooks import Delivery
 
 _AT_ONCE: Final = 16
+# A receiver may take its time: those of one subject must not take everybody's turns.
+_AT_ONCE_OF_ONE: Final = 4
 _LOOK_EVERY_S: Final = 2.0
 _LOOK_WITHOUT_ANY_S: Final = 10.0
 _LONGEST_WAIT_S: Final = 300.0
@@ -56,6 +59,9 @@ class _Rounds:
         self._epoch = epoch
         self._sender = sender
         self._slots = asyncio.Semaphore(_AT_ONCE)
+        self._slots_of_one: defaultdict[str, asyncio.Semaphore] = defaultdict(
+            lambda: asyncio.Semaphore(_AT_ONCE_OF_ONE)
+        )
         self._tasks: dict[str, asyncio.Task[None]] = {}
 
     async def once(self) -> None:
@@ -118,7 +124,7 @@ class _Rounds:
         try:
             async for attempt in tries:
                 with attempt:
-                    async with self._slots:
+                    async with self._slots_of_one[delivery.webhook.created_by], self._slots:
                         await delivery.send(event)
         except DeliveryError as error:
             _log.warning("webhook_gone", webhook_id=delivery.webhook.id)

@@ -7,12 +7,14 @@ from typing import Protocol
 
 from pydantic import ValidationError
 
+from services.controller.domain.scheduling.reservations import PoolLimits
 from services.controller.ports.access import AuditLog, TokenStore
 from services.controller.ports.code import CodeStore
 from services.controller.ports.event_feed import EventFeed
 from services.controller.ports.jobs import JobStore
 from services.controller.ports.machines import FactQueue, NodeStore, Telemetry
 from services.controller.ports.plans import PlanStore
+from services.controller.ports.pools import ReservationStore
 from services.controller.ports.webhooks import WebhookStore
 
 
@@ -52,12 +54,14 @@ class Waker(Protocol):
 class Ports:
     """Everything that the controller needs of the world.
 
+    ``pools``: in the order in which they are asked for nodes.
     ``unreadable`` names the records that were met and cannot be read by this version;
     ``note_unreadable`` adds some that were met above the ports, by the name of what they are of.
     """
 
     jobs: JobStore
     nodes: NodeStore
+    reservations: ReservationStore
     facts: FactQueue
     plans: PlanStore
     codes: CodeStore
@@ -70,5 +74,6 @@ class Ports:
     webhooks: WebhookStore
     listen: Callable[[], AbstractAsyncContextManager[Waker]]
     entropy: Callable[[int], bytes]
+    pools: Sequence[PoolLimits] = ()
     unreadable: Callable[[], Sequence[str]] = tuple
     note_unreadable: Callable[[str, ValidationError], None] = lambda _name, _error: None

@@ -2,10 +2,11 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Final, NamedTuple, Protocol
 
 from services.contract.words.states import JobState
 from services.controller.domain.decisions.history import HistoryEntry
+from services.controller.domain.errors import TooManyJobsError
 from services.controller.domain.job.checkpoint import Checkpoint
 from services.controller.domain.job.effects import Decision, Send
 from services.controller.domain.job.job import Job
@@ -39,6 +40,40 @@ class EventRecord(Record):
 
 
 @dataclass(frozen=True)
+class Quota:
+    """How many jobs one owner may have: that have not ended, and in all."""
+
+    not_ended: int = 2_000
+    kept: int = 50_000
+
+    def exceeded_by(self, not_ended: int, kept: int = 0) -> str:
+        """Which of the two a further job would exceed; an empty text: none."""
+        if not_ended >= self.not_ended:
+            return "not_ended"
+        return "kept" if kept >= self.kept else ""
+
+    def refuse(self, exceeded: str, owner: str) -> None:
+        """Refuse a further job of ``owner`` where it would exceed one of the two.
+
+        Raises:
+            TooManyJobsError: It would.
+        """
+        if exceeded == "not_ended":
+            raise TooManyJobsError(
+                f"{owner} has {self.not_ended} jobs that have not ended, the most allowed: cancel "
+                "some, or wait until some end (MESHLOOM_MAX_UNFINISHED_JOBS of the controller)"
+            )
+        if exceeded == "kept":
+            raise TooManyJobsError(
+                f"{owner} has {self.kept} jobs, the most that are kept: delete some that have ended "
+                "(DELETE /v1/jobs/{id}; MESHLOOM_MAX_JOBS of the controller)"
+            )
+
+
+DEFAULT_QUOTA: Final = Quota()
+
+
+@dataclass(frozen=True)
 class Change:
     """A decision on a stored job, ready to be committed as a whole.
 
@@ -51,6 +86,11 @@ class Change:
     actor: Actor
     history: tuple[HistoryEntry, ...] = ()
     deletes: Stored | None = None
+
+    @property
+    def begins_again(self) -> bool:
+        """Whether a job that had ended goes on, as one more that has not."""
+        return self.before.job.is_terminal and not self.decision.job.is_terminal
 
     @property
     def is_empty(self) -> bool:
@@ -161,6 +201,7 @@ class JobStore(Protocol):
 
         Raises:
             KeyReusedError: The claim's key came with another digest before.
+            TooManyJobsError: Its owner has as many as the store's quota allows.
         """
         ...
 
@@ -203,6 +244,8 @@ class JobStore(Protocol):
                 job has a higher fence.
             DeposedError: ``epoch`` is not the present one.
             NotFoundError: The job was deleted.
+            TooManyJobsError: It had ended and would go on, and its owner has as many that have not
+                ended as the store's quota allows.
         """
         ...
 

@@ -1,16 +1,23 @@
 """Where webhooks are kept, and who sends what they are owed."""
 
 from collections.abc import Mapping
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from services.controller.domain.access.webhook import Deliveries, Webhook
+
+
+class Most(NamedTuple):
+    """How many webhooks there may be: in all, and by one subject."""
+
+    of_all: int
+    of_one: int
 
 
 class WebhookStore(Protocol):
     """All webhooks, and how far each is."""
 
-    async def put(self, webhook: Webhook, deliveries: Deliveries) -> None:
-        """Keep a new webhook."""
+    async def put(self, webhook: Webhook, deliveries: Deliveries, most: Most) -> bool:
+        """Keep a new webhook, unless there are as many as there may be; whether it was kept."""
         ...
 
     async def every(self) -> list[Webhook]:

@@ -26,6 +26,7 @@ from services.controller.domain.errors import (
     NotFoundError,
     RecordUnreadableError,
     StoreUnavailableError,
+    TooManyJobsError,
 )
 from services.controller.domain.job.events import HoldAsked, HoldReleased, JobEvent, OriginReleased
 from services.controller.domain.job.job import Job, Origin
@@ -34,11 +35,9 @@ from services.controller.ports.jobs import Actor, Claim, Place, Stored
 from services.controller.use_cases.change import apply_events
 from services.controller.use_cases.present import job_view
 from services.controller.use_cases.submit import (
-    MOST_UNFINISHED,
     Drafting,
     draft_job,
     predicted,
-    refuse_too_many,
 )
 
 _log = structlog.get_logger()
@@ -47,16 +46,12 @@ _CHUNK: Final = 200
 
 @dataclass(frozen=True)
 class Cloning:
-    """Which job is cloned, and how that was asked for.
-
-    ``most_unfinished``: so many jobs that have not ended the clone's owner may have.
-    """
+    """Which job is cloned, and how that was asked for."""
 
     job_id: str
     wanted: CloneRequest
     claim: Claim | None = None
     dry_run: bool = False
-    most_unfinished: int = MOST_UNFINISHED
 
 
 async def clone(ports: Ports, cloning: Cloning, actor: Actor, allowed: EntryPoints) -> JobView:
@@ -84,12 +79,11 @@ async def clone(ports: Ports, cloning: Cloning, actor: Actor, allowed: EntryPoin
         ) from error
     if cloning.dry_run:
         return predicted(job, outcome)
-    await refuse_too_many(ports, job.owner, cloning.most_unfinished)
     if origin.checkpoint_id is not None:
         await _apply(ports, source.id, HoldAsked(origin.checkpoint_id, job.id), actor)
     try:
         stored = await ports.jobs.create(first_decision(job), actor, cloning.claim)
-    except (KeyReusedError, StoreUnavailableError):
+    except (KeyReusedError, StoreUnavailableError, TooManyJobsError):
         await _release_unless_created(ports, job, actor)
         raise
     if stored.job.id != job.id:

@@ -8,11 +8,11 @@ from typing import Final
 from services.contract.messages.telemetry import RankSample
 from services.contract.words.states import JobState, RankPhase
 from services.controller.domain.job.job import Job
-from services.controller.domain.scheduling.placement import usages_of
 from services.controller.domain.scheduling.queue import in_order
 from services.controller.ports.coordination import Ports
 from services.controller.use_cases.progress import measure
 from services.controller.use_cases.queue import waits_since_ms
+from services.controller.use_cases.waiting import current_usages
 
 MOST_JOBS: Final = 100
 """So many running jobs have series of their own, the newest ones: their number must stay bounded."""
@@ -57,9 +57,7 @@ async def cluster_figures(ports: Ports) -> ClusterFigures:
     now_ms = await ports.clock.now_ms()
     counts = await ports.jobs.counts()
     jobs = [stored.job for stored in await ports.jobs.active()]
-    nodes = await ports.nodes.nodes()
-    leases = await ports.nodes.leases([node.id for node in nodes])
-    usages = usages_of(nodes, jobs, leases)
+    usages = await current_usages(ports, jobs)
     queue = list(in_order(jobs))
     ranks = {"cpu": 0, "cuda": 0}
     for job in jobs:

@@ -40,9 +40,9 @@ from services.controller.use_cases.plans import (
     Drawing,
     Wanted,
     begin_plan,
-    current_usages,
     look_at_plan,
 )
+from services.controller.use_cases.waiting import current_usages
 
 _log = structlog.get_logger()
 _ACTOR: Final = Actor("controller")

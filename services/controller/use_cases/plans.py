@@ -50,12 +50,12 @@ from services.controller.domain.scheduling.placement import (
     device_of,
     node_sets,
     place,
-    usages_of,
 )
 from services.controller.ports.coordination import Ports
 from services.controller.ports.jobs import Actor
 from services.controller.use_cases.code import code_faults
 from services.controller.use_cases.present import moment
+from services.controller.use_cases.waiting import current_usages
 
 _log = structlog.get_logger()
 _RANDOM_BYTES: Final = 10
@@ -345,13 +345,6 @@ def _study(
 def _room(node: Node, device_type: DeviceType, paces: Sequence[Pace]) -> RankRoom:
     factor = scale_of(paces, kind_of(node.inventory, device_type))
     return search.scaled(RankRoom.on(node, device_type), factor)
-
-
-async def current_usages(ports: Ports) -> tuple[NodeUsage, ...]:
-    """The nodes with what is taken of them. It reads all active jobs."""
-    jobs = [stored.job for stored in await ports.jobs.active()]
-    nodes = await ports.nodes.nodes()
-    return usages_of(nodes, jobs, await ports.nodes.leases([node.id for node in nodes]))
 
 
 def _refusal(detail: str, code: str) -> InvalidRequestError:

@@ -1,17 +1,25 @@
 """The queue and the room there is; nodes that are to be emptied."""
 
+from collections.abc import Sequence
+
 from services.contract.api.queue import CapacityView, NodeCapacity, QueueEntry, QueueView
 from services.contract.api.views import NodeView
 from services.contract.words.states import NodeState
 from services.controller.domain.errors import StaleWriteError, StateConflictError, no_node
 from services.controller.domain.job.job import Job
 from services.controller.domain.scheduling.node import Drain
-from services.controller.domain.scheduling.placement import NodeUsage, usages_of
+from services.controller.domain.scheduling.placement import NodeUsage
 from services.controller.domain.scheduling.queue import Preempt, Turn, Waiting, in_order
+from services.controller.domain.scheduling.reservations import Reservation
 from services.controller.ports.coordination import Ports
 from services.controller.use_cases.inspect import get_node
 from services.controller.use_cases.present import maybe_moment, moment
-from services.controller.use_cases.waiting import reason_of, turns_now
+from services.controller.use_cases.waiting import (
+    current_usages,
+    reason_of,
+    reservations_now,
+    turns_now,
+)
 
 
 async def get_queue(ports: Ports) -> QueueView:
@@ -19,9 +27,11 @@ async def get_queue(ports: Ports) -> QueueView:
     now_ms = await ports.clock.now_ms()
     jobs = [stored.job for stored in await ports.jobs.active()]
     known = await turns_now(ports, jobs, now_ms)
+    coming = await reservations_now(ports)
     return QueueView(
         items=tuple(
-            _entry(number, job, known.get(job.id)) for number, job in enumerate(in_order(jobs), 1)
+            _entry(number, job, known.get(job.id), coming)
+            for number, job in enumerate(in_order(jobs), 1)
         )
     )
 
@@ -29,7 +39,7 @@ async def get_queue(ports: Ports) -> QueueView:
 async def get_capacity(ports: Ports) -> CapacityView:
     """Used and free slots, node by node."""
     jobs = [stored.job for stored in await ports.jobs.active()]
-    usages = await _usages(ports, jobs)
+    usages = await current_usages(ports, jobs)
     nodes = tuple(_capacity(usage) for usage in usages)
     return CapacityView(
         nodes=nodes,
@@ -87,13 +97,8 @@ async def forget_node(ports: Ports, node_id: str) -> None:
         raise StateConflictError(f"the agent of {node_id} is alive: stop it first") from error
 
 
-async def _usages(ports: Ports, jobs: list[Job]) -> tuple[NodeUsage, ...]:
-    nodes = await ports.nodes.nodes()
-    return usages_of(nodes, jobs, await ports.nodes.leases([node.id for node in nodes]))
-
-
-def _entry(position: int, job: Job, turn: Turn | None) -> QueueEntry:
-    reason = (job.reason or "queued") if turn is None else reason_of(turn)
+def _entry(position: int, job: Job, turn: Turn | None, coming: Sequence[Reservation]) -> QueueEntry:
+    reason = (job.reason or "queued") if turn is None else reason_of(turn, coming)
     blocked_by, start_ms = tuple[str, ...](), None
     match turn:
         case None:

@@ -41,18 +41,21 @@ from services.controller.domain.scheduling.elastic import (
     shrinkage,
 )
 from services.controller.domain.scheduling.node import Lease, Node, Watch
-from services.controller.domain.scheduling.placement import Placed, usages_of
+from services.controller.domain.scheduling.placement import Placed, Reserved, usages_of
 from services.controller.domain.scheduling.queue import (
     PREEMPTION_GRACE_S,
     Preempt,
     Waiting,
     schedule,
 )
+from services.controller.domain.scheduling.reservations import Want, reserved_nodes
 from services.controller.ports.coordination import Ports
 from services.controller.ports.jobs import Actor
 from services.controller.use_cases.change import apply_events
 from services.controller.use_cases.last_seen import last_seen
 from services.controller.use_cases.outlook import estimate, expect
+from services.controller.use_cases.provision import Provisioning, World, wants_of
+from services.controller.use_cases.waiting import reservations_now
 
 _log = structlog.get_logger()
 _ACTOR: Final = Actor("controller")
@@ -68,17 +71,19 @@ SURVEYED_EVERY_MS: Final = 5_000
 class _View:
     """What a schedule of the queue is made of, but for the clock and how fast jobs train.
 
-    ``leases``: who holds them, by node.
+    ``leases``: who holds them, by node. ``reserved``: nodes that are on their way from a pool, or back.
     """
 
     jobs: tuple[Job, ...]
     nodes: tuple[Node, ...]
     leases: Mapping[str, str]
+    reserved: Mapping[str, Reserved]
 
     def is_same(self, other: "_View") -> bool:
         """Whether nothing changed. Records are frozen: one that changed is another object."""
         return (
             self.leases == other.leases
+            and self.reserved == other.reserved
             and _are_same(self.jobs, other.jobs)
             and _are_same(self.nodes, other.nodes)
         )
@@ -91,12 +96,14 @@ class _Scheduled:
     Attributes:
         view: What it was made of.
         growth_options: What it found for those that run.
+        wants: Jobs that fit no free node.
         at_ms: When that was.
         due_ms: When the next job has waited out its back-off; None: none has one.
     """
 
     view: _View
     growth_options: tuple[GrowthOption, ...]
+    wants: tuple[Want, ...]
     at_ms: int
     due_ms: int | None
 
@@ -123,6 +130,7 @@ class Reconciler:
         self._room_since: Mapping[tuple[str, int], int] = {}
         self._surveyed: _Scheduled | None = None
         self._watch: Watch | None = None
+        self._pools = Provisioning(ports, epoch)
 
     def forget_health(self) -> None:
         """Redis was away: leases that ran out meanwhile prove nothing."""
@@ -141,6 +149,7 @@ class Reconciler:
         now_ms = await self._ports.clock.now_ms()
         healthy_ms = self._answered(now_ms).healthy_ms
         known, leases = await self._judge_nodes(healthy_ms, now_ms)
+        reservations = await reservations_now(self._ports)
         jobs = [stored.job for stored in await self._ports.jobs.active()]
         jobs = [
             await self._set_back(job, now_ms) if job.rewound(now_ms) is not job else job
@@ -152,8 +161,13 @@ class Reconciler:
             job if job.attempt is None else await self._look_after(job, known, unread, now_ms)
             for job in jobs
         ]
-        growth_options = await self._serve_queue(jobs, known, leases, now_ms)
-        await self._grow(growth_options, now_ms)
+        world = World(jobs, known, leases, now_ms)
+        reservations = await self._pools.review(reservations, world)
+        scheduled = await self._serve_queue(
+            jobs, known, leases, reserved_nodes(reservations), now_ms
+        )
+        await self._pools.request(reservations, scheduled.wants, world)
+        await self._grow(scheduled.growth_options, now_ms)
         await self._forget_nodes(known, leases, jobs, now_ms)
         return _rest_s(jobs, now_ms)
 
@@ -265,21 +279,25 @@ class Reconciler:
         jobs: Sequence[Job],
         known: Mapping[str, Node],
         leases: Mapping[str, Lease],
+        reserved: Mapping[str, Reserved],
         now_ms: int,
-    ) -> tuple[GrowthOption, ...]:
-        """Do what is due to those that wait; answers which of those that run could grow.
+    ) -> _Scheduled:
+        """Do what is due to those that wait.
 
         Why the others wait is written down once after an attempt, for their event logs: who asks later
         is told what ``waiting`` works out.
         """
         open_nodes = {name: lease.incarnation for name, lease in leases.items()}
-        view = _View(tuple(jobs), tuple(known.values()), open_nodes)
+        view = _View(tuple(jobs), tuple(known.values()), open_nodes, reserved)
         if self._surveyed is not None and self._surveyed.holds(view, now_ms):
-            return self._surveyed.growth_options
-        usages = usages_of(known.values(), jobs, leases)
+            return self._surveyed
+        usages = usages_of(known.values(), jobs, leases, reserved)
         outlook = await expect(self._ports, jobs, now_ms)
         found = schedule(jobs, usages, outlook, now_ms)
-        self._surveyed = _Scheduled(view, found.growth_options, now_ms, _next_due(jobs, now_ms))
+        wants = wants_of(jobs, found.turns, usages) if self._ports.pools else ()
+        self._surveyed = _Scheduled(
+            view, found.growth_options, wants, now_ms, _next_due(jobs, now_ms)
+        )
         for turn in found.turns:
             match turn.outcome:
                 case Placed() as placed:
@@ -290,7 +308,7 @@ class Reconciler:
                         await self._apply(victim, _preempted(turn.job, victim), now_ms)
                 case Waiting(reason=reason):
                     await self._say_once(turn.job, reason, now_ms)
-        return found.growth_options
+        return self._surveyed
 
     async def _say_once(self, job: Job, reason: str, now_ms: int) -> None:
         if job.waiting_fence != job.fence:

@@ -1,7 +1,6 @@
 """Submitting a job: refuse what can never be, queue the rest and say why it waits."""
 
 from dataclasses import dataclass, replace
-from typing import Final
 
 from services.contract.api.plan_views import FromPlan, JobEstimate
 from services.contract.api.views import JobView
@@ -9,37 +8,33 @@ from services.contract.jobs.entry_points import EntryPoints
 from services.contract.jobs.specs import JobSpec
 from services.contract.words.ids import new_job_id
 from services.contract.words.problems import Fault
-from services.contract.words.states import JobState
 from services.controller.domain.decisions.dispatch import first_decision
-from services.controller.domain.errors import InvalidRequestError, StateConflictError
+from services.controller.domain.errors import InvalidRequestError
 from services.controller.domain.job.job import Job, Origin, Planning
 from services.controller.domain.job.spec_rules import against_the_rules
 from services.controller.domain.job.support import unsupported
 from services.controller.domain.plans import default_plan
 from services.controller.domain.scheduling.elastic import place_most
-from services.controller.domain.scheduling.placement import Never, NotNow, Placed, usages_of
+from services.controller.domain.scheduling.placement import GangRequest, Never, NotNow, Placed
+from services.controller.domain.scheduling.reservations import able_pool
 from services.controller.ports.coordination import Ports
-from services.controller.ports.jobs import Actor, Among, Claim
+from services.controller.ports.jobs import Actor, Claim
 from services.controller.use_cases.code import code_faults
 from services.controller.use_cases.plans import Drawing, submittable
 from services.controller.use_cases.present import job_view
+from services.controller.use_cases.waiting import current_usages
 
-MOST_UNFINISHED: Final = 2_000
 _RANDOM_BYTES = 10
 _TO_BE_PLANNED = "queued; its layout is chosen first (POST /v1/plans answers without a job)"
 
 
 @dataclass(frozen=True)
 class Submission:
-    """A spec, or the plan that was made for one, and how it was handed in.
-
-    ``most_unfinished``: so many jobs that have not ended its owner may have.
-    """
+    """A spec, or the plan that was made for one, and how it was handed in."""
 
     wanted: JobSpec | FromPlan
     claim: Claim | None = None
     dry_run: bool = False
-    most_unfinished: int = MOST_UNFINISHED
 
 
 @dataclass(frozen=True)
@@ -62,7 +57,8 @@ async def submit(
 
     Raises:
         InvalidRequestError: It can never run; all faults at once.
-        StateConflictError: Its plan is not made yet, or failed; or its owner has too many jobs.
+        StateConflictError: Its plan is not made yet, or failed.
+        TooManyJobsError: Its owner has as many as one may have.
         KeyReusedError: The claim's key came with another body before.
     """
     if submission.claim is not None and not submission.dry_run:
@@ -76,28 +72,8 @@ async def submit(
     job, outcome = await draft_job(ports, spec, drafting)
     if submission.dry_run:
         return predicted(job, outcome)
-    await refuse_too_many(ports, job.owner, submission.most_unfinished)
     stored = await ports.jobs.create(first_decision(job), actor, submission.claim)
     return job_view(stored.job, (), {})
-
-
-async def refuse_too_many(ports: Ports, owner: str, most: int) -> None:
-    """Refuse a further job of somebody who has ``most`` that have not ended.
-
-    Requests that come at once may go beyond it by as many as are worked on at a time.
-
-    Raises:
-        StateConflictError: There are as many.
-    """
-    active = sum(stored.job.owner == owner for stored in await ports.jobs.active())
-    paused = Among(frozenset({JobState.PAUSED}), owner)
-    if active < most and active + len(await ports.jobs.summaries(paused, None, most)) < most:
-        return
-    raise StateConflictError(
-        f"{owner} has {most} jobs that have not ended, the most allowed: cancel some, or wait "
-        "until some end (MESHLOOM_MAX_UNFINISHED_JOBS of the controller)",
-        code="too_many_jobs",
-    )
 
 
 async def draft_job(ports: Ports, spec: JobSpec, drafting: Drafting) -> tuple[Job, Placed | NotNow]:
@@ -138,10 +114,12 @@ async def _predict(ports: Ports, spec: JobSpec, allowed: EntryPoints) -> Placed 
         default_plan.shard(spec)
     except InvalidRequestError as error:
         faults += error.faults
-    active = [stored.job for stored in await ports.jobs.active()]
-    nodes = await ports.nodes.nodes()
-    leases = await ports.nodes.leases([node.id for node in nodes])
-    outcome = place_most(spec, usages_of(nodes, active, leases))
+    outcome = place_most(spec, await current_usages(ports))
+    able = able_pool(GangRequest.of(spec), ports.pools)
+    if isinstance(outcome, Never) and able is not None:
+        pool, fit = able
+        reason = f"no known node can take it; pool {pool.name} is asked for nodes"
+        outcome = NotNow(fit.device, reason, blocks=False)
     if isinstance(outcome, Never):
         faults.append(Fault(pointer="/resources", detail=outcome.reason, code="never_fits"))
     if faults or isinstance(outcome, Never):

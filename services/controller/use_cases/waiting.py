@@ -1,4 +1,4 @@
-"""Why jobs wait for slots, worked out when somebody asks.
+"""The slots that there are, and why jobs wait for some, worked out when somebody asks.
 
 It follows from who runs and who goes first, so each end of a job changes it for all that wait: a
 record that kept it would be rewritten each time.
@@ -9,16 +9,36 @@ from collections.abc import Mapping, Sequence
 
 from services.controller.domain.errors import StoreUnavailableError
 from services.controller.domain.job.job import WAITING_STATES, Job
-from services.controller.domain.scheduling.placement import Placed, usages_of
+from services.controller.domain.scheduling.placement import NodeUsage, Placed, usages_of
 from services.controller.domain.scheduling.queue import Turn, turns
+from services.controller.domain.scheduling.reservations import (
+    Reservation,
+    reserved_nodes,
+    why_waiting,
+)
 from services.controller.ports.coordination import Ports
 from services.controller.use_cases.outlook import expect
 
 
+async def current_usages(
+    ports: Ports, active: Sequence[Job] | None = None
+) -> tuple[NodeUsage, ...]:
+    """The nodes with what is taken of them by ``active``: all active jobs, read if they are not given."""
+    if active is None:
+        active = [stored.job for stored in await ports.jobs.active()]
+    nodes = await ports.nodes.nodes()
+    leases = await ports.nodes.leases([node.id for node in nodes])
+    return usages_of(nodes, active, leases, reserved_nodes(await reservations_now(ports)))
+
+
+async def reservations_now(ports: Ports) -> Sequence[Reservation]:
+    """All that there are; nobody makes any where no pool is configured."""
+    return await ports.reservations.reservations() if ports.pools else ()
+
+
 async def turns_now(ports: Ports, active: Sequence[Job], now_ms: int) -> Mapping[str, Turn]:
     """What is to become of each job that has a turn now, by id; ``active``: all active jobs."""
-    nodes = await ports.nodes.nodes()
-    usages = usages_of(nodes, active, await ports.nodes.leases([node.id for node in nodes]))
+    usages = await current_usages(ports, active)
     outlook = await expect(ports, active, now_ms)
     return {turn.job.id: turn for turn in turns(active, usages, outlook, now_ms)}
 
@@ -31,21 +51,26 @@ async def with_reasons(ports: Ports, jobs: Sequence[Job]) -> list[Job]:
     if not any(_has_turn(job) for job in jobs):
         return list(jobs)
     found: Mapping[str, Turn] = {}
+    coming: Sequence[Reservation] = ()
     with contextlib.suppress(StoreUnavailableError):
         active = [stored.job for stored in await ports.jobs.active()]
+        coming = await reservations_now(ports)
         found = await turns_now(ports, active, await ports.clock.now_ms())
-    return [_saying(job, found.get(job.id)) if _has_turn(job) else job for job in jobs]
+    return [_saying(job, found.get(job.id), coming) if _has_turn(job) else job for job in jobs]
 
 
-def reason_of(turn: Turn) -> str:
+def reason_of(turn: Turn, reservations: Sequence[Reservation] = ()) -> str:
     """Why the job still waits, in a sentence."""
+    said = why_waiting(turn.job.id, reservations)
+    if said is not None:
+        return said
     if isinstance(turn.outcome, Placed):
         return f"there are free slots on {', '.join(turn.outcome.incarnations)}: it is placed next"
     return turn.outcome.reason
 
 
-def _saying(job: Job, turn: Turn | None) -> Job:
-    return job if turn is None else job.model_copy(update={"reason": reason_of(turn)})
+def _saying(job: Job, turn: Turn | None, coming: Sequence[Reservation]) -> Job:
+    return job if turn is None else job.model_copy(update={"reason": reason_of(turn, coming)})
 
 
 def _has_turn(job: Job) -> bool:

@@ -1,5 +1,6 @@
 """A job's events and output: by pages, and as they come."""
 
+from collections import deque
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
 from datetime import datetime
@@ -90,12 +91,28 @@ async def page_of_lines(
     return LogPage(items=items, next_cursor=items[-1].id if len(found) > limit else None)
 
 
+async def last_lines(
+    ports: Ports, job_id: str, wanted: LineFilter, after: str | None, count: int
+) -> LogPage:
+    """The last ``count`` lines of output behind ``after``, oldest first; all errors as ``page_of_lines``."""
+    await bring_back(ports, (await ports.jobs.load(job_id)).job)
+    lines, _ = await _last_of(ports, job_id, wanted, after, count)
+    return LogPage(items=tuple(lines))
+
+
 async def follow(
-    ports: Ports, job_id: str, selection: Selection, after: str | None, *, to_the_end: bool
+    ports: Ports,
+    job_id: str,
+    selection: Selection,
+    after: str | None,
+    *,
+    to_the_end: bool,
+    tail: int | None = None,
 ) -> AsyncIterator[EventView | LogView | None]:
     """Entries behind ``after`` as they come; None each second in which nothing comes.
 
-    Ends when the job has ended and all was told, or, unless ``to_the_end``, when all was told.
+    Ends when the job has ended and all was told, or, unless ``to_the_end``, when all was told. ``tail``: of
+    the lines that are there, only the last so many.
 
     Raises:
         NotFoundError: There is no such job.
@@ -105,6 +122,10 @@ async def follow(
     log = Log.EVENTS if selection is None else Log.OUTPUT
     job = (await ports.jobs.load(job_id)).job
     await (bring_events_back if selection is None else bring_back)(ports, job)
+    if selection is not None and tail is not None:
+        last, after = await _last_of(ports, job_id, selection, after, tail)
+        for known in last:
+            yield known
     while True:
         # Before the read: what a job said before it ended is then surely in what is read.
         may_say_more = to_the_end and await _lives(ports, job_id)
@@ -125,6 +146,21 @@ async def follow(
             return
         yield None
         await ports.telemetry.wait(job_id, log, after, _LOOK_EVERY_S)
+
+
+async def _last_of(
+    ports: Ports, job_id: str, wanted: LineFilter, after: str | None, count: int
+) -> tuple[deque[LogView], str | None]:
+    """The last lines, and behind which entry the next ones are."""
+    found: deque[LogView] = deque(maxlen=count)
+    while True:
+        entries = await ports.telemetry.read(job_id, Log.OUTPUT, after, _CHUNK)
+        lines = (_line(ports, job_id, entry) for entry in entries)
+        found.extend(line for line in lines if line is not None and wanted.matches(line))
+        if entries:
+            after = entries[-1].id
+        if len(entries) < _CHUNK:
+            return found, after
 
 
 async def _lives(ports: Ports, job_id: str) -> bool:

@@ -4,6 +4,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final
 
+import structlog
+
 from services.contract.api.access import Scope
 from services.contract.api.views import EventView
 from services.contract.api.webhooks import (
@@ -32,7 +34,12 @@ from services.controller.domain.errors import (
 )
 from services.controller.ports.coordination import Ports
 from services.controller.ports.event_feed import FeedEntry
-from services.controller.ports.webhooks import AddressRefusedError, DeliveryError, WebhookSender
+from services.controller.ports.webhooks import (
+    AddressRefusedError,
+    DeliveryError,
+    Most,
+    WebhookSender,
+)
 from services.controller.use_cases.event_feed import EventFilter, chosen
 from services.controller.use_cases.present import maybe_moment, moment
 
@@ -41,6 +48,7 @@ MOST_OF_ONE: Final = 10
 _RANDOM_BYTES: Final = 10
 _BATCH: Final = 100
 _BEGINNING: Final = "0-0"
+_log = structlog.get_logger()
 
 
 async def create_webhook(
@@ -58,13 +66,6 @@ async def create_webhook(
     except AddressRefusedError as error:
         fault = Fault(pointer="/url", detail=str(error), code="address_refused")
         raise InvalidRequestError([fault]) from error
-    known = await ports.webhooks.every()
-    own = [webhook for webhook in known if webhook.created_by == asks.subject]
-    if len(known) >= MOST_WEBHOOKS or len(own) >= MOST_OF_ONE:
-        raise StateConflictError(
-            f"there are {len(known)} webhooks, {len(own)} of them by {asks.subject}; there may be "
-            f"{MOST_WEBHOOKS}, {MOST_OF_ONE} by one subject: delete one first"
-        )
     now_ms = await ports.clock.now_ms()
     webhook = Webhook(
         id=new_webhook_id(now_ms, ports.entropy(_RANDOM_BYTES)),
@@ -78,7 +79,11 @@ async def create_webhook(
         secret=secret_text(ports.entropy(SECRET_BYTES)),
     )
     deliveries = Deliveries(cursor=await ports.events.newest())
-    await ports.webhooks.put(webhook, deliveries)
+    if not await ports.webhooks.put(webhook, deliveries, Most(MOST_WEBHOOKS, MOST_OF_ONE)):
+        raise StateConflictError(
+            f"there may be {MOST_WEBHOOKS} webhooks, {MOST_OF_ONE} of them by one subject, and there "
+            f"are as many, in all or by {asks.subject}: delete one first"
+        )
     return WebhookCreated(**_view(webhook, deliveries).model_dump(), secret=webhook.secret)
 
 
@@ -168,14 +173,20 @@ class Delivery:
         """Send one event, once.
 
         Raises:
-            DeliveryError: The receiver did not take it.
+            DeliveryError: The receiver did not take it, or it could not be sent.
         """
         now_ms = await self.ports.clock.now_ms()
         stored = await self.ports.jobs.several([event.job_id])
-        body = body_of(self.webhook, event, stored[0].job.spec.name if stored else None)
-        message = message_id(self.webhook, event)
-        headers = headers_of(self.webhook, message, body, now_ms // 1000)
-        await self.sender.send(self.webhook.url, headers, body)
+        try:
+            body = body_of(self.webhook, event, stored[0].job.spec.name if stored else None)
+            message = message_id(self.webhook, event)
+            headers = headers_of(self.webhook, message, body, now_ms // 1000)
+            await self.sender.send(self.webhook.url, headers, body)
+        except DeliveryError:
+            raise
+        except Exception as error:  # whoever may submit chose the URL: it must not end the term
+            _log.exception("webhook_fault", webhook_id=self.webhook.id)
+            raise DeliveryError(f"{type(error).__name__}: {error}") from error
 
     async def delivered(self, entry: FeedEntry) -> bool:
         """The receiver took the event; False if the webhook was removed meanwhile."""

@@ -20,8 +20,21 @@ from services.controller.ports.webhooks import AddressRefusedError, DeliveryErro
 
 _TIMEOUT: Final = httpx.Timeout(15.0, connect=5.0)
 _LOOK_UP_S: Final = 5.0
+# Of one try from its beginning to the answer's head: a receiver may send that byte by byte.
+_ANSWERED_WITHIN_S: Final = 20.0
 _GONE: Final = 410
 _PORTS: Final = {"http": 80, "https": 443}
+# Public by their form, and yet they lead back: gateways to IPv4 (NAT64, and the forms before it), and what
+# clouds answer their own machines under.
+_LEAD_BACK: Final = tuple(
+    map(
+        ipaddress.ip_network,
+        (
+            *("64:ff9b::/96", "64:ff9b:1::/48", "::/96", "::ffff:0:0:0/96"),
+            *("192.0.0.0/24", "168.63.129.16/32"),
+        ),
+    )
+)
 
 
 class HttpWebhooks:
@@ -79,18 +92,25 @@ class HttpWebhooks:
         """See ``WebhookSender.send``."""
         self.check(url)
         parts = httpx.URL(url)
+        # As it travels: not every name that does has a form in letters for people.
+        host = parts.raw_host.decode("ascii")
         port = parts.port or _PORTS[parts.scheme]
-        address = await self._address(parts.host, port)
+        address = await self._address(host, port)
         try:
-            async with self._http.stream(
-                "POST",
-                parts.copy_with(host=address),
-                headers={**headers, "Host": parts.netloc.decode("ascii")},
-                content=body,
-                # The certificate is that of the name.
-                extensions={"sni_hostname": parts.host},
-            ) as response:
+            async with (
+                asyncio.timeout(_ANSWERED_WITHIN_S),
+                self._http.stream(
+                    "POST",
+                    parts.copy_with(host=address),
+                    headers={**headers, "Host": parts.netloc.decode("ascii")},
+                    content=body,
+                    # The certificate is that of the name.
+                    extensions={"sni_hostname": host},
+                ) as response,
+            ):
                 status = response.status_code
+        except TimeoutError as error:
+            raise DeliveryError(f"no answer within {_ANSWERED_WITHIN_S:g} s") from error
         except httpx.HTTPError as error:
             raise DeliveryError(f"{type(error).__name__}: {error}") from error
         if not response.is_success:
@@ -120,7 +140,9 @@ class HttpWebhooks:
 def _refuse_private(host: str, address: str) -> None:
     parsed = ipaddress.ip_address(address.partition("%")[0])
     mapped = getattr(parsed, "ipv4_mapped", None) or getattr(parsed, "sixtofour", None)
-    if not parsed.is_global or parsed.is_multicast or (mapped is not None and not mapped.is_global):
+    leads_back = any(parsed in network for network in _LEAD_BACK)
+    is_public = parsed.is_global and not parsed.is_multicast and not leads_back
+    if not is_public or (mapped is not None and not mapped.is_global):
         raise AddressRefusedError(
             f"{host} is not a public address; an operator allows it by MESHLOOM_WEBHOOK_HOSTS of "
             "the controller"

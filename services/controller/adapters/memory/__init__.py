@@ -12,18 +12,25 @@ from services.controller.adapters.memory.coordination import (
 )
 from services.controller.adapters.memory.event_feed import MemoryEventFeed
 from services.controller.adapters.memory.jobs import MemoryJobs
-from services.controller.adapters.memory.machines import MemoryFacts, MemoryNodes, MemoryTelemetry
+from services.controller.adapters.memory.machines import (
+    MemoryFacts,
+    MemoryNodes,
+    MemoryReservations,
+    MemoryTelemetry,
+)
 from services.controller.adapters.memory.plans import MemoryPlans
 from services.controller.adapters.memory.server import MemoryServer
 from services.controller.adapters.memory.webhooks import MemoryWebhooks
 from services.controller.ports.coordination import Ports
+from services.controller.ports.jobs import DEFAULT_QUOTA, Quota
 
 
-def memory_ports(server: MemoryServer) -> Ports:
+def memory_ports(server: MemoryServer, quota: Quota = DEFAULT_QUOTA) -> Ports:
     """All ports on ``server``."""
     return Ports(
-        jobs=MemoryJobs(server),
+        jobs=MemoryJobs(server, quota),
         nodes=MemoryNodes(server),
+        reservations=MemoryReservations(server),
         facts=MemoryFacts(server),
         plans=MemoryPlans(server),
         codes=MemoryCode(server),

@@ -10,6 +10,7 @@ from services.controller.domain.job.effects import Decision, Send
 from services.controller.domain.job.job import Job
 from services.controller.ports.event_feed import FeedEntry
 from services.controller.ports.jobs import (
+    DEFAULT_QUOTA,
     Actor,
     Among,
     Change,
@@ -17,6 +18,7 @@ from services.controller.ports.jobs import (
     EventRecord,
     JobSummary,
     Place,
+    Quota,
     Stored,
     event_records,
 )
@@ -26,8 +28,9 @@ from services.controller.ports.machines import Log
 class MemoryJobs:
     """The port ``JobStore``."""
 
-    def __init__(self, server: MemoryServer) -> None:
+    def __init__(self, server: MemoryServer, quota: Quota = DEFAULT_QUOTA) -> None:
         self._server = server
+        self._quota = quota
 
     async def create(self, decision: Decision, actor: Actor, claim: Claim | None) -> Stored:
         """See ``JobStore.create``."""
@@ -35,6 +38,8 @@ class MemoryJobs:
             earlier = await self.claimed(claim)
             if earlier is not None:
                 return earlier
+        kept, not_ended = self._jobs_of(decision.job.owner)
+        self._quota.refuse(self._quota.exceeded_by(not_ended, kept), decision.job.owner)
         stored = Stored(decision.job, 1)
         self._server.jobs[decision.job.id] = stored
         if claim is not None:
@@ -80,6 +85,9 @@ class MemoryJobs:
         known = await self.load(job.id)
         if known.version != change.before.version or known.job.fence > job.fence:
             raise StaleWriteError(f"job {job.id} changed meanwhile")
+        if change.begins_again:
+            _, not_ended = self._jobs_of(job.owner)
+            self._quota.refuse(self._quota.exceeded_by(not_ended), job.owner)
         if change.deletes is not None:
             await self.delete(change.deletes)
         stored = Stored(job, known.version + 1)
@@ -88,6 +96,11 @@ class MemoryJobs:
         self._server.deliver(change.decision.sends)
         await self._server.wake()
         return stored
+
+    def _jobs_of(self, owner: str) -> tuple[int, int]:
+        """How many there are, and how many of them have not ended."""
+        jobs = [s.job for s in self._server.jobs.values() if s.job.owner == owner]
+        return len(jobs), sum(not job.is_terminal for job in jobs)
 
     async def send(self, sends: tuple[Send, ...], epoch: int) -> None:
         """See ``JobStore.send``."""

@@ -1,4 +1,4 @@
-"""Nodes, facts and telemetry in memory."""
+"""Nodes, reservations, facts and telemetry in memory."""
 
 from collections.abc import Iterable, Mapping, Sequence
 
@@ -10,6 +10,7 @@ from services.controller.adapters.memory.server import MemoryServer
 from services.controller.domain.errors import CursorExpiredError, StaleWriteError, no_node
 from services.controller.domain.job.effects import Send
 from services.controller.domain.scheduling.node import Drain, Lease, Measurement, Node
+from services.controller.domain.scheduling.reservations import Reservation
 from services.controller.ports.machines import Entry, Log
 
 
@@ -79,6 +80,35 @@ class MemoryNodes:
     async def leases(self, node_ids: Iterable[str]) -> dict[str, Lease]:
         """See ``NodeStore.leases``."""
         return {name: self._server.leases[name] for name in node_ids if name in self._server.leases}
+
+
+class MemoryReservations:
+    """The port ``ReservationStore``."""
+
+    def __init__(self, server: MemoryServer) -> None:
+        self._server = server
+
+    async def reservations(self) -> list[Reservation]:
+        """See ``ReservationStore.reservations``."""
+        return [self._server.reservations[name] for name in sorted(self._server.reservations)]
+
+    async def put(self, reservation: Reservation, epoch: int, before: Reservation | None) -> None:
+        """See ``ReservationStore.put``."""
+        self._refuse(reservation.id, epoch, before)
+        self._server.reservations[reservation.id] = reservation
+        await self._server.wake()
+
+    async def remove(self, reservation: Reservation, epoch: int) -> None:
+        """See ``ReservationStore.remove``."""
+        self._refuse(reservation.id, epoch, reservation)
+        del self._server.reservations[reservation.id]
+        await self._server.wake()
+
+    def _refuse(self, name: str, epoch: int, before: Reservation | None) -> None:
+        self._server.refuse_deposed(epoch)
+        known = self._server.reservations.get(name)
+        if (known and known.state) != (before and before.state):
+            raise StaleWriteError(f"reservation {name} changed meanwhile")
 
 
 class MemoryFacts:

@@ -16,6 +16,7 @@ from services.controller.domain.job.effects import Send
 from services.controller.domain.plans.pace import Pace
 from services.controller.domain.plans.plan import Plan
 from services.controller.domain.scheduling.node import Drain, Lease, Measurement, Node
+from services.controller.domain.scheduling.reservations import Reservation
 from services.controller.ports.event_feed import FeedEntry
 from services.controller.ports.jobs import Claim, Stored
 from services.controller.ports.machines import Entry, Log
@@ -40,6 +41,7 @@ class MemoryServer:
     nodes: dict[str, Node] = field(default_factory=dict)
     drains: dict[str, Drain] = field(default_factory=dict)
     leases: dict[str, Lease] = field(default_factory=dict)
+    reservations: dict[str, Reservation] = field(default_factory=dict)
     inboxes: dict[str, list[str]] = field(default_factory=lambda: defaultdict(list))
     feed: list[FeedEntry] = field(default_factory=list)
     facts: list[Entry] = field(default_factory=list)

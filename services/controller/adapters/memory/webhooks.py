@@ -4,6 +4,7 @@ from collections.abc import Mapping
 
 from services.controller.adapters.memory.server import MemoryServer
 from services.controller.domain.access.webhook import Deliveries, Webhook
+from services.controller.ports.webhooks import Most
 
 
 class MemoryWebhooks:
@@ -12,10 +13,15 @@ class MemoryWebhooks:
     def __init__(self, server: MemoryServer) -> None:
         self._server = server
 
-    async def put(self, webhook: Webhook, deliveries: Deliveries) -> None:
+    async def put(self, webhook: Webhook, deliveries: Deliveries, most: Most) -> bool:
         """See ``WebhookStore.put``."""
+        known = self._server.webhooks.values()
+        own = sum(one.created_by == webhook.created_by for one in known)
+        if len(known) >= most.of_all or own >= most.of_one:
+            return False
         self._server.webhooks[webhook.id] = webhook
         self._server.deliveries[webhook.id] = deliveries
+        return True
 
     async def every(self) -> list[Webhook]:
         """See ``WebhookStore.every``."""

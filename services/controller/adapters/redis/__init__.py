@@ -14,9 +14,11 @@ from services.controller.adapters.redis.event_feed import RedisEventFeed
 from services.controller.adapters.redis.jobs import RedisJobs
 from services.controller.adapters.redis.machines import RedisFacts, RedisNodes
 from services.controller.adapters.redis.plans import RedisPlans
+from services.controller.adapters.redis.reservations import RedisReservations
 from services.controller.adapters.redis.telemetry import RedisTelemetry
 from services.controller.adapters.redis.webhooks import RedisWebhooks
 from services.controller.ports.coordination import Ports
+from services.controller.ports.jobs import DEFAULT_QUOTA, Quota
 
 
 @contextlib.asynccontextmanager
@@ -25,12 +27,14 @@ async def redis_ports(
     max_streams: int = MAX_STREAMS,
     telemetry_kept_s: int = TELEMETRY_KEPT_S,
     recalled_s: int = RECALLED_S,
+    quota: Quota = DEFAULT_QUOTA,
 ) -> AsyncIterator[Ports]:
     """All ports on the Redis at ``url``, until the block ends. Nothing is contacted yet."""
     async with connected(url, max_streams) as clients:
         yield Ports(
-            jobs=RedisJobs(clients, telemetry_kept_s),
+            jobs=RedisJobs(clients, telemetry_kept_s, quota=quota),
             nodes=RedisNodes(clients),
+            reservations=RedisReservations(clients),
             facts=RedisFacts(clients),
             plans=RedisPlans(clients),
             codes=RedisCode(clients),

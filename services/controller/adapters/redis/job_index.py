@@ -35,6 +35,8 @@ _TRIES: Final = 16
 def listing_of(job: Job) -> tuple[str, str]:
     """A job's summary, and the names of the indexes in which it stands, as the scripts take them."""
     names = [keys.jobs_in_state(job.state), keys.jobs_of_owner(job.owner)]
+    if not job.is_terminal:
+        names.append(keys.jobs_not_ended(job.owner))
     for label, value in job.spec.labels.items():
         names += [keys.jobs_with_label(label), keys.jobs_with_label(f"{label}={value}")]
     return JobSummary.of(job).model_dump_json(), json.dumps(names)

@@ -53,6 +53,16 @@ end
 """
 
 
+# An index of another type counts as empty: it costs its bound, and no write.
+_COUNT_TO_QUOTA: Final = """
+local function is_full(index, most)
+  if most == '' then return false end
+  local count = redis.pcall('ZCARD', index)
+  return type(count) == 'number' and count >= tonumber(most)
+end
+"""
+
+
 COMMIT: Final = (
     REFUSE_DEPOSED
     + _REMEMBER_DELETED
@@ -63,6 +73,7 @@ COMMIT: Final = (
     + _TELL_CHANGE
     + _TELL_EVENT
     + LIVE_AT_MOST
+    + _COUNT_TO_QUOTA
     + """
 -- KEYS: job, active jobs, epoch, events, checkpoints, history, ranks, steps, logs, stacks, metrics, that
 -- these are whole, changes, events of all jobs, then the inboxes from KEYS[first_inbox] on; from KEYS[doomed] on, where a job is deleted with this: that job,
@@ -73,6 +84,7 @@ local created, summary, listed = take(), take(), take()
 local split_mark, parts = take(), take_list()
 local first_inbox = tonumber(take())
 local doomed, doomed_id, doomed_version = tonumber(take()), take(), take()
+local not_ended, most_not_ended = take(), take()
 if deposed(KEYS[3], epoch) then return {'deposed', '0'} end
 local types = {'hash', 'set', 'string', 'stream', 'hash', 'stream'}
 if doomed > 0 then
@@ -87,6 +99,7 @@ local known = redis.call('HMGET', KEYS[1], 'version', 'fence')
 if not known[1] then return {'gone', '0'} end
 if not tonumber(known[2]) then return {'mistyped', KEYS[1]} end
 if known[1] ~= expected or tonumber(known[2]) > tonumber(fence) then return {'stale', known[1]} end
+if is_full(not_ended, most_not_ended) then return {'not_ended', most_not_ended} end
 -- Parts that did not change are not in the script: they must be there.
 if string.sub(redis.call('HGET', KEYS[1], 'doc') or '', 1, #split_mark) ~= split_mark then
   return {'whole', '0'}
@@ -138,19 +151,23 @@ CREATE: Final = (
     + _RELIST
     + _TELL_CHANGE
     + _TELL_EVENT
+    + _COUNT_TO_QUOTA
     + """
 -- KEYS: job, all jobs, active jobs, events, idempotency, history, changes, that its records are whole,
--- events of all jobs
+-- events of all jobs, the owner's jobs that have not ended, all the owner's jobs
 local other = mistyped({'hash', 'zset', 'set', 'stream', 'string', 'stream'})
 if other then return {'mistyped', other} end
 local id, wake, field, doc, state, created = take(), take(), take(), take(), take(), take()
 local summary, listed = take(), take()
 local digest, ttl = take(), take()
+local most_not_ended, most_kept = take(), take()
 if digest ~= '' then
   local claimed = redis.call('GET', KEYS[5])
   if claimed then return {'claimed', claimed} end
-  redis.call('SET', KEYS[5], digest .. ' ' .. doc, 'EX', ttl)
 end
+if is_full(KEYS[10], most_not_ended) then return {'not_ended', most_not_ended} end
+if is_full(KEYS[11], most_kept) then return {'kept', most_kept} end
+if digest ~= '' then redis.call('SET', KEYS[5], digest .. ' ' .. doc, 'EX', ttl) end
 redis.call('HSET', KEYS[1], 'doc', doc, 'version', '1', 'fence', '0', 'state', state, 'summary', summary)
 relist(KEYS[1], id, created, listed)
 redis.call('ZADD', KEYS[2], created, id)

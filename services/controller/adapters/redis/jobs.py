@@ -40,12 +40,14 @@ from services.controller.domain.errors import (
 from services.controller.domain.job.effects import Decision, Send
 from services.controller.domain.record import Record
 from services.controller.ports.jobs import (
+    DEFAULT_QUOTA,
     Actor,
     Among,
     Change,
     Claim,
     JobSummary,
     Place,
+    Quota,
     Stored,
     event_records,
 )
@@ -64,6 +66,7 @@ class RedisJobs:
         clients: Redis.
         telemetry_kept_s: So long after a job has ended its steps, output and history are kept.
         compared_every_s: See ``WorkingSet``.
+        quota: How many jobs an owner may have.
     """
 
     def __init__(
@@ -71,6 +74,7 @@ class RedisJobs:
         clients: RedisClients,
         telemetry_kept_s: int = keys.TELEMETRY_KEPT_S,
         compared_every_s: float = COMPARED_EVERY_S,
+        quota: Quota = DEFAULT_QUOTA,
     ) -> None:
         self._clients = clients
         self._known = KnownRows()
@@ -79,6 +83,7 @@ class RedisJobs:
             clients, self._rows, self._parsed, self._index.list_again, compared_every_s
         )
         self._telemetry_kept_s = telemetry_kept_s
+        self._quota = quota
         self._commit = clients.script(job_scripts.COMMIT)
         self._create = clients.script(job_scripts.CREATE)
         self._restore = clients.script(job_scripts.RESTORE)
@@ -100,6 +105,8 @@ class RedisJobs:
                     keys.CHANGED_JOBS,
                     keys.job_records(job.id),
                     keys.EVENT_FEED,
+                    keys.jobs_not_ended(job.owner),
+                    keys.jobs_of_owner(job.owner),
                 ],
                 args=[
                     job.id,
@@ -111,11 +118,14 @@ class RedisJobs:
                     *listing_of(job),
                     "" if claim is None else claim.digest,
                     keys.IDEMPOTENCY_TTL_S,
+                    self._quota.not_ended,
+                    self._quota.kept,
                     *_listed(_bodies(event_records(decision, actor))),
                     *_listed(_bodies((creation(job),))),
                     keys.CHANGES_KEPT,
                 ],
             )
+        self._quota.refuse(status, job.owner)
         self._refuse(status, job.id, told)
         if status == "ok" or claim is None:
             return Stored(job, 1)
@@ -190,6 +200,7 @@ class RedisJobs:
         if status == "whole":
             doc, changed = (job.model_dump_json(), {}) if epoch is None else split(job, None)
             status, told = await self._commit_as(change, epoch, doc, changed)
+        self._quota.refuse(status, job.owner)
         self._refuse(status, job.id, told)
         for key in keys_of_commit(job.id)[:_TYPED]:
             self._clients.unreadable.forget(key)
@@ -248,6 +259,8 @@ class RedisJobs:
                         if doomed is None
                         else (first_inbox + len(inboxes), doomed.job.id, doomed.version)
                     ),
+                    keys.jobs_not_ended(job.owner),
+                    self._quota.not_ended if change.begins_again else "",
                     *_listed(_bodies(change.events)),
                     *_listed(puts),
                     *_listed(list(change.removed_checkpoints)),

@@ -1,4 +1,4 @@
-"""The Lua scripts of nodes and of the facts that their agents tell."""
+"""The Lua scripts of nodes, of their reservations, and of the facts that their agents tell."""
 
 from typing import Final
 
@@ -22,6 +22,23 @@ if deposed(KEYS[1], ARGV[1]) then return 'deposed' end
 if ARGV[5] ~= '' and newest_fact(KEYS[2], ARGV[2]) ~= ARGV[5] then return 'stale' end
 redis.call('HSET', KEYS[2], ARGV[2], ARGV[3])
 redis.call('PUBLISH', ARGV[4], ARGV[2])
+return 'ok'
+"""
+)
+
+
+PUT_RESERVATION: Final = (
+    REFUSE_DEPOSED
+    + """
+-- KEYS: epoch, reservations; ARGV: epoch, id, record ('' removes it), the state it was read in
+-- ('' where there was none), wake channel. States only go on, so one tells a record from a later one.
+if deposed(KEYS[1], ARGV[1]) then return 'deposed' end
+local known = redis.call('HGET', KEYS[2], ARGV[2])
+local state = known and cjson.decode(known)['state'] or ''
+if state ~= ARGV[4] then return 'stale' end
+if ARGV[3] == '' then redis.call('HDEL', KEYS[2], ARGV[2])
+else redis.call('HSET', KEYS[2], ARGV[2], ARGV[3]) end
+redis.call('PUBLISH', ARGV[5], ARGV[2])
 return 'ok'
 """
 )

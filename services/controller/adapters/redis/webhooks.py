@@ -7,7 +7,21 @@ from services.contract.redis import redis_keys as keys
 from services.controller.adapters.redis.connection import RedisClients, answering
 from services.controller.domain.access.webhook import Deliveries, Webhook
 from services.controller.domain.errors import DeposedError
+from services.controller.ports.webhooks import Most
 
+_PUT: Final = """
+-- KEYS: webhooks, their deliveries; ARGV: id, webhook, deliveries, by whom, how many in all, and of one
+local known = redis.call('HVALS', KEYS[1])
+local own = 0
+for _, text in ipairs(known) do
+  local could, webhook = pcall(cjson.decode, text)
+  if could and type(webhook) == 'table' and webhook.created_by == ARGV[4] then own = own + 1 end
+end
+if #known >= tonumber(ARGV[5]) or own >= tonumber(ARGV[6]) then return 'full' end
+redis.call('HSET', KEYS[2], ARGV[1], ARGV[3])
+redis.call('HSET', KEYS[1], ARGV[1], ARGV[2])
+return 'ok'
+"""
 _SAVE: Final = """
 -- KEYS: epoch, webhooks, their deliveries; ARGV: epoch, id, deliveries
 if redis.call('GET', KEYS[1]) ~= ARGV[1] then return 'deposed' end
@@ -22,15 +36,23 @@ class RedisWebhooks:
 
     def __init__(self, clients: RedisClients) -> None:
         self._clients = clients
+        self._put = clients.writes.register_script(_PUT)
         self._save = clients.writes.register_script(_SAVE)
 
-    async def put(self, webhook: Webhook, deliveries: Deliveries) -> None:
+    async def put(self, webhook: Webhook, deliveries: Deliveries, most: Most) -> bool:
         """See ``WebhookStore.put``."""
         with answering():
-            async with self._clients.writes.pipeline(transaction=True) as pipe:
-                pipe.hset(keys.WEBHOOK_DELIVERIES, webhook.id, deliveries.model_dump_json())
-                pipe.hset(keys.WEBHOOKS, webhook.id, webhook.model_dump_json())
-                await pipe.execute()
+            status = await self._put(
+                keys=[keys.WEBHOOKS, keys.WEBHOOK_DELIVERIES],
+                args=[
+                    webhook.id,
+                    webhook.model_dump_json(),
+                    deliveries.model_dump_json(),
+                    webhook.created_by,
+                    *most,
+                ],
+            )
+        return bool(status == "ok")
 
     async def every(self) -> list[Webhook]:
         """See ``WebhookStore.every``."""

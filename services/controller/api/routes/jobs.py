@@ -82,7 +82,7 @@ async def submit(
         claim = Claim(actor.name, idempotency_key, _digest(_json(wanted)))
     view = await submit_job(
         context.ports,
-        Submission(wanted, claim, dry_run, context.most_unfinished),
+        Submission(wanted, claim, dry_run),
         actor,
         context.entry_points,
         context.drawing,
@@ -199,7 +199,7 @@ async def clone(  # noqa: PLR0913 one parameter a part of the request
     claim = None
     if idempotency_key is not None:
         claim = Claim(actor.name, idempotency_key, _digest({"clone": job_id, **_json(body)}))
-    cloning = Cloning(job_id, body, claim, dry_run, context.most_unfinished)
+    cloning = Cloning(job_id, body, claim, dry_run)
     view = await clone_job(context.ports, cloning, actor, context.entry_points)
     if dry_run:
         return answer(request, view)

@@ -1,15 +1,17 @@
-"""The queue, the room there is, and nodes that are to be emptied."""
+"""The queue, the room there is, pools, and nodes that are to be emptied."""
 
 from http import HTTPStatus
 
 from fastapi import APIRouter, Request, Response
 
+from services.contract.api.pools import PoolList
 from services.contract.api.queue import CapacityView, DrainRequest, QueueView
 from services.contract.api.views import NodeView
 from services.controller.api.conditional import answer
-from services.controller.api.context import WithPorts
+from services.controller.api.context import WithContext, WithPorts
 from services.controller.api.scopes import OPERATES_NODE, READS
 from services.controller.use_cases import queue as use_cases
+from services.controller.use_cases.pool_list import list_pools
 
 router = APIRouter(prefix="/v1", tags=["queue"])
 
@@ -24,6 +26,12 @@ async def get_queue(request: Request, ports: WithPorts) -> Response:
 async def get_capacity(request: Request, ports: WithPorts) -> Response:
     """Used and free slots, node by node."""
     return answer(request, await use_cases.get_capacity(ports))
+
+
+@router.get("/pools", response_model=PoolList, dependencies=[READS])
+async def get_pools(request: Request, context: WithContext) -> Response:
+    """The pools that bring nodes, and what is reserved of them."""
+    return answer(request, await list_pools(context.ports, context.silent_pools))
 
 
 @router.post(

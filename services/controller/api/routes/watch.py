@@ -72,6 +72,10 @@ async def logs(  # noqa: PLR0913 FastAPI hands in each part of the request by it
         AwareDatetime | None, Query(description="lines of this time and later")
     ] = None,
     until: Annotated[AwareDatetime | None, Query(description="lines before this time")] = None,
+    tail: Annotated[
+        int | None,
+        Query(ge=0, le=1000, description="only the last so many of the lines that are there"),
+    ] = None,
     follow: Annotated[bool, Query(description="stream until the job has ended")] = False,
     limit: Limit = 500,
     cursor: Cursor = None,
@@ -85,10 +89,15 @@ async def logs(  # noqa: PLR0913 FastAPI hands in each part of the request by it
     )
     if sse.wants_stream(accept):
         await context.ports.jobs.load(job_id)
-        lines = use_cases.follow(context.ports, job_id, wanted, after, to_the_end=follow)
+        # A stream that goes on behind an entry has had its last lines: what came since must not be cut.
+        last = tail if last_event_id is None else None
+        lines = use_cases.follow(context.ports, job_id, wanted, after, to_the_end=follow, tail=last)
         return await sse.stream(lines, context.stopping, context.streams, viewer_of(context, asks))
     async with context.turns.of(asks.subject):
-        page = await use_cases.page_of_lines(context.ports, job_id, wanted, after, limit)
+        if tail is None:
+            page = await use_cases.page_of_lines(context.ports, job_id, wanted, after, limit)
+        else:
+            page = await use_cases.last_lines(context.ports, job_id, wanted, after, tail)
     return answer(request, page, headers=next_link(request, page.next_cursor))
 
 

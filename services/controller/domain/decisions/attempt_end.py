@@ -124,7 +124,9 @@ def _conclude_move(draft: Draft, attempt: Attempt, stop: Stop) -> None:
     draft.change(stop=None)
     failure = retry.first_failure(attempt)
     why = retry.cause(attempt, failure)
-    if why in {ExitReason.USER_ERROR, ExitReason.NON_FINITE_LOSS}:
+    is_memory = why == ExitReason.OUT_OF_MEMORY
+    is_own = is_memory and failure is not None and retry.is_exception(failure)
+    if is_own or why in {ExitReason.USER_ERROR, ExitReason.NON_FINITE_LOSS}:
         _conclude_failure(draft, attempt)
         return
     is_preempted = stop.cause == "preempted"

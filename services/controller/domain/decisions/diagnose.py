@@ -6,10 +6,11 @@ an agent found when it looked into live ones (``of_findings``).
 Of ranks that stand still the first of these that holds decides:
 
 1. a stopped process is frozen;
-2. an awake process whose pulse stands still never gives the interpreter's lock back;
-3. a rank that fetches data while the others wait for it in a collective has a stalled source;
-4. a rank that waits in no collective while others do hangs in code of its own;
-5. all wait, each in a collective: they have started different ones. Where not every node has
+2. a rank that lost a thread, because memory was refused, waits for what that thread would have done;
+3. an awake process whose pulse stands still never gives the interpreter's lock back;
+4. a rank that fetches data while the others wait for it in a collective has a stalled source;
+5. a rank that waits in no collective while others do hangs in code of its own;
+6. all wait, each in a collective: they have started different ones. Where not every node has
    told, the one that they wait for may be on another.
 """
 
@@ -191,18 +192,9 @@ def behind(ranks: Sequence[RankFinding]) -> tuple[int, ...]:
 def _of_standstill(
     ranks: Sequence[RankFinding], *, is_whole: bool
 ) -> tuple[FailureClass, int | None, str]:
-    frozen = _stopped(ranks)
-    if frozen:
-        return (
-            FailureClass.FROZEN,
-            frozen[0].rank,
-            f"the process of rank {frozen[0].rank} is stopped",
-        )
-    holders = [r for r in ranks if _holds_the_lock(r)]
-    if holders:
-        one = holders[0]
-        what = f"rank {one.rank} holds the interpreter's lock (GIL){_at(one)}"
-        return FailureClass.GIL_HELD, one.rank, what
+    unable = _unable(ranks)
+    if unable is not None:
+        return unable
     # A rank that did not answer waits for nothing that could be seen.
     own = [r for r in ranks if not _waits_in_a_collective(r)]
     late = behind(ranks)
@@ -219,6 +211,21 @@ def _of_standstill(
         return FailureClass.COLLECTIVE_MISMATCH, late[0] if late else None, what
     what = "all inspected ranks wait in collectives, for a rank that was not inspected"
     return FailureClass.HANG, None, what
+
+
+def _unable(ranks: Sequence[RankFinding]) -> tuple[FailureClass, int, str] | None:
+    """A rank that cannot go on, whatever the others do; None: there is none."""
+    for rank in _stopped(ranks):
+        return FailureClass.FROZEN, rank.rank, f"the process of rank {rank.rank} is stopped"
+    for rank in ranks:
+        if rank.lost_thread:
+            what = f"a thread of rank {rank.rank} ended because the system refused memory"
+            return FailureClass.OUT_OF_MEMORY, rank.rank, what
+    for rank in ranks:
+        if _holds_the_lock(rank):
+            what = f"rank {rank.rank} holds the interpreter's lock (GIL){_at(rank)}"
+            return FailureClass.GIL_HELD, rank.rank, what
+    return None
 
 
 def _stopped(ranks: Sequence[RankFinding]) -> list[RankFinding]:

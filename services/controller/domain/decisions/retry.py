@@ -32,9 +32,15 @@ CONDITION_MS: Final = (1_000, 2_000, 5_000, 15_000, 30_000)
 _EXCEPTIONS: Final = {
     FailureClass.NAN: ExitReason.NON_FINITE_LOSS,
     FailureClass.CHECKPOINT_FAILED: ExitReason.CHECKPOINT_FAILED,
+    FailureClass.OUT_OF_MEMORY: ExitReason.OUT_OF_MEMORY,
 }
 _REPEATABLE: Final = frozenset(
-    {ExitReason.USER_ERROR, ExitReason.RANK_LOST, ExitReason.CHECKPOINT_FAILED}
+    {
+        ExitReason.USER_ERROR,
+        ExitReason.RANK_LOST,
+        ExitReason.CHECKPOINT_FAILED,
+        ExitReason.OUT_OF_MEMORY,
+    }
 )
 _FROM_OUTSIDE: Final = frozenset({FailureClass.KILLED_BY_OPERATOR, FailureClass.NODE_LOST})
 _NOTHING_LEFT: Final = (
@@ -91,12 +97,16 @@ def cause(attempt: Attempt, failure: Failure | None) -> ExitReason:
     if attempt.lost is not None:
         return ExitReason.NODE_LOST
     if attempt.hang:
-        return ExitReason.HANG
+        kind = diagnose.of_findings(attempt.hang, attempt.world_size).verdict
+        is_memory = kind is FailureClass.OUT_OF_MEMORY
+        return ExitReason.OUT_OF_MEMORY if is_memory else ExitReason.HANG
     if failure is None or attempt.was_prevented(failure):
         return ExitReason.CHECKPOINT_FAILED
-    if not _is_exception(failure):
-        return ExitReason.RANK_LOST
-    return _EXCEPTIONS.get(diagnose.classify(attempt, failure), ExitReason.USER_ERROR)
+    kind = diagnose.classify(attempt, failure)
+    if not is_exception(failure):
+        is_memory = kind is FailureClass.OUT_OF_MEMORY
+        return ExitReason.OUT_OF_MEMORY if is_memory else ExitReason.RANK_LOST
+    return _EXCEPTIONS.get(kind, ExitReason.USER_ERROR)
 
 
 def judge(job: Job, attempt: Attempt, failure: Failure | None) -> Restart | GiveUp:
@@ -124,7 +134,8 @@ def judge(job: Job, attempt: Attempt, failure: Failure | None) -> Restart | Give
 def _hopeless(job: Job, attempt: Attempt, failure: Failure, why: ExitReason) -> str | None:
     """Why another try would only repeat it; None where it might not."""
     is_before_any = attempt.first_step is None and (failure.step or 0) <= attempt.resumed_step
-    if why == ExitReason.USER_ERROR and is_before_any:
+    is_memory = why == ExitReason.OUT_OF_MEMORY and is_exception(failure)
+    if (why == ExitReason.USER_ERROR or is_memory) and is_before_any:
         return ", before the first step of the attempt was done"
     if why in _REPEATABLE and _same_as_before(job, attempt, failure):
         return ", the second time at this step"
@@ -211,8 +222,8 @@ def _failure(entry: NodeExit) -> Failure:
     )
 
 
-def _is_exception(failure: Failure) -> bool:
-    """Whether it is an exception of the job's own.
+def is_exception(failure: Failure) -> bool:
+    """Whether a failure is an exception of the job's own.
 
     The agent explains exits without one in its words, and knows those that only tell of a lost peer.
     """

@@ -20,6 +20,7 @@ from services.contract.api.plan_views import (
     RankMemory,
     StepTimeView,
 )
+from services.contract.messages.rank_pipe import ThroughputUnit
 
 # Beyond so many ranks along dp_shard the fullest one speaks for all.
 _LOOKED_AT: Final = 16
@@ -109,8 +110,10 @@ def traffic_of(found: Estimate, plan: ShardingPlan) -> tuple[AxisTraffic, ...]:
     )
 
 
-def step_time_of(found: Estimate, tokens: int, scale: float) -> StepTimeView | None:
-    """Seconds of a step of so many tokens over all ranks, if the node is known.
+def step_time_of(
+    found: Estimate, counted: int, unit: ThroughputUnit, scale: float
+) -> StepTimeView | None:
+    """Seconds of a step of so many tokens or samples over all ranks, if the node is known.
 
     ``scale`` is in the estimate already.
     """
@@ -120,7 +123,8 @@ def step_time_of(found: Estimate, tokens: int, scale: float) -> StepTimeView | N
         compute_s=found.time.compute,
         optimizer_s=found.time.optimizer,
         total_s=found.time.total,
-        tokens_per_s=tokens / found.time.total if found.time.total else 0.0,
+        tokens_per_s=counted / found.time.total if found.time.total else 0.0,
+        throughput_unit=unit,
         scale=scale,
     )
 

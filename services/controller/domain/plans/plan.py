@@ -12,6 +12,7 @@ from fsdp_core.plan.model import ModelProfile, OptimizerFacts
 from services.contract.api.plan_views import JobEstimate, PlanFailure, PlanOutcome
 from services.contract.jobs.specs import CarriedSpec
 from services.contract.messages.probing import DeviceType, ModelProbed, ProbeFailure
+from services.contract.messages.rank_pipe import ThroughputUnit
 from services.contract.words.ids import NodeId, PlanId, ProbeId
 from services.contract.words.states import NodeState, PlanState
 from services.controller.domain.record import Record, is_ahead
@@ -103,6 +104,7 @@ class Profiled:
     profile: ModelProfile
     optimizer: OptimizerFacts
     sequence_tokens: int
+    throughput_unit: ThroughputUnit = "tokens"
 
 
 def judge(
@@ -136,7 +138,12 @@ def judge(
     if not is_told and may_wait:
         return StillProbing()
     return Profiled(
-        answer.node_id, answer.took_s, answer.profile, answer.optimizer, answer.sequence_tokens
+        answer.node_id,
+        answer.took_s,
+        answer.profile,
+        answer.optimizer,
+        answer.sequence_tokens,
+        answer.throughput_unit,
     )
 
 

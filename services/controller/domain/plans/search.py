@@ -253,7 +253,7 @@ def _outcome(study: Study, answer: LayoutAnswer) -> PlanOutcome:
     profile = study.found.profile
     training = Training(best.micro_batch, best.accumulation, study.found.optimizer)
     samples = study.spec.train.global_batch
-    tokens = samples * study.found.sequence_tokens
+    counted = samples * study.found.sequence_tokens
     return shown.model_copy(
         update={
             "mesh": best.plan.mesh,
@@ -264,7 +264,10 @@ def _outcome(study: Study, answer: LayoutAnswer) -> PlanOutcome:
             "memory": breakdown.memory_of_ranks(profile, best.plan, training),
             "traffic": breakdown.traffic_of(best.estimate, best.plan),
             "step_time": breakdown.step_time_of(
-                best.estimate, tokens, 1.0 if room.facts is None else room.facts.scale
+                best.estimate,
+                counted,
+                study.found.throughput_unit,
+                1.0 if room.facts is None else room.facts.scale,
             ),
             "model_flops": profile.flops.at(best.micro_batch) * samples // best.micro_batch or None,
             "peak_flops": None

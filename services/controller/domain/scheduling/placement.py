@@ -26,11 +26,23 @@ _NO_SLOTS: Final = Taken(0, frozenset())
 
 
 @dataclass(frozen=True)
+class Reserved:
+    """A node is of this pool. Until it is ready, and once it is given back, it takes no gangs."""
+
+    pool: str
+    is_ready: bool
+
+
+_NO_POOLS: Final[Mapping[NodeId, Reserved]] = {}
+
+
+@dataclass(frozen=True)
 class NodeUsage:
     """A node, what of it is taken (CPU slots, indices of accelerators), and by which jobs.
 
     ``has_lease``: the life of its agent that is on record holds the node's lease. Without one the
     node may be dead: its record stays ``READY`` until that is certain.
+    ``reserved``: of which pool it is; None: it joined by itself.
     """
 
     node: Node
@@ -38,11 +50,19 @@ class NodeUsage:
     accelerators_taken: frozenset[int] = frozenset()
     jobs: tuple[str, ...] = ()
     has_lease: bool = True
+    reserved: Reserved | None = None
 
     @property
     def is_open(self) -> bool:
         """Whether a gang may be sent there now."""
-        return self.node.state == NodeState.READY and self.has_lease and self.node.drain is None
+        is_ready = self.node.state == NodeState.READY and self.has_lease
+        is_closed = self.reserved is not None and not self.reserved.is_ready
+        return is_ready and self.node.drain is None and not is_closed
+
+    @property
+    def pool(self) -> str:
+        """Of which pool it is; empty: it joined by itself."""
+        return "" if self.reserved is None else self.reserved.pool
 
     def capacity(self, device: DeviceType) -> int:
         """How many ranks the node takes when idle."""
@@ -148,11 +168,17 @@ class Never:
 
 
 def usages_of(
-    nodes: Iterable[Node], jobs: Iterable[Job], leases: Mapping[str, Lease]
+    nodes: Iterable[Node],
+    jobs: Iterable[Job],
+    leases: Mapping[str, Lease],
+    reserved: Mapping[NodeId, Reserved] = _NO_POOLS,
 ) -> tuple[NodeUsage, ...]:
     """The nodes with what the living attempts of ``jobs`` take of them, by node id."""
     usages = {
-        node.id: NodeUsage(node, has_lease=_holds(leases.get(node.id), node)) for node in nodes
+        node.id: NodeUsage(
+            node, has_lease=_holds(leases.get(node.id), node), reserved=reserved.get(node.id)
+        )
+        for node in nodes
     }
     for job in jobs:
         attempt = job.attempt
@@ -199,19 +225,26 @@ def place(gang: GangRequest, usages: Sequence[NodeUsage]) -> Placed | NotNow | N
 def node_sets(
     gang: GangRequest, usages: Sequence[NodeUsage], device: DeviceType
 ) -> tuple[NodeSet, ...]:
-    """Where the gang could run if nobody else did: each single node, or else all together.
+    """Where the gang could run if nobody else did: each single node, or else all of one pool together.
 
-    One that spreads has both.
+    One that spreads has both. Nodes of different pools need not even reach each other.
     """
     single = tuple(
         room
         for room in (NodeSet((usage,)) for usage in usages)
         if room.capacity(device, gang.together) >= gang.ranks
     )
-    pool = NodeSet(tuple(usages))
     if single and (len(usages) == 1 or not gang.spreads):
         return single
-    return (*single, pool) if pool.capacity(device, gang.together) >= gang.ranks else ()
+    wide = (room for room in _by_pool(usages) if room.capacity(device, gang.together) >= gang.ranks)
+    return (*single, *(room for room in wide if len(room.usages) > 1))
+
+
+def _by_pool(usages: Sequence[NodeUsage]) -> list[NodeSet]:
+    members: dict[str, list[NodeUsage]] = {}
+    for usage in usages:
+        members.setdefault(usage.pool, []).append(usage)
+    return [NodeSet(tuple(each)) for each in members.values()]
 
 
 def occupy(usages: Sequence[NodeUsage], placed: Placed, job_id: str) -> tuple[NodeUsage, ...]:
@@ -275,7 +308,7 @@ def _take(usage: NodeUsage, taken: Taken, job_id: str) -> NodeUsage:
 
 
 def _why_never(gang: GangRequest, device: DeviceType, usages: Sequence[NodeUsage]) -> str:
-    total = NodeSet(tuple(usages)).capacity(device, gang.together)
+    total = max(room.capacity(device, gang.together) for room in _by_pool(usages))
     if device == "cuda" and total == 0:
         return f"{gang.ranks} CUDA ranks are requested, but no known node has a GPU"
     parted = f" in groups of {gang.together} on one node" if gang.together > 1 else ""
@@ -305,10 +338,13 @@ def _why_not_now(gang: GangRequest, device: DeviceType, usages: Sequence[NodeUsa
 def _why_closed(ranks: int, able: Sequence[NodeUsage]) -> str:
     closed = {s.node.id: s for s in able if not s.is_open}.values()
     draining = [s.node.id for s in closed if s.node.shown_state == NodeState.DRAINING]
-    absent = [s.node.id for s in closed if s.node.id not in draining]
-    why = [
-        f"{words}: {', '.join(names)}"
-        for words, names in (("lost or silent", absent), ("draining", draining))
-        if names
-    ]
+    ready = [s.node.id for s in closed if s.reserved is None or s.reserved.is_ready]
+    reserved = [s.node.id for s in closed if s.node.id not in [*draining, *ready]]
+    absent = [s.node.id for s in closed if s.node.id not in [*draining, *reserved]]
+    parts = (
+        ("lost or silent", absent),
+        ("draining", draining),
+        ("provisioned or given back", reserved),
+    )
+    why = [f"{words}: {', '.join(names)}" for words, names in parts if names]
     return f"the nodes that could take {ranks} ranks are {'; '.join(why)}"

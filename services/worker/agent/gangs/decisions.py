@@ -123,7 +123,7 @@ def _said(
         return state, (Tell(vote_fact(state, event.rank, event.vote, event.fault)),)
     if isinstance(event, Misbehaved):
         return _misbehaved(state, rank, event.what, now)
-    if rank.misbehaved:
+    if rank.misbehaved or _is_said(rank, event.message):
         return state, ()
     foreign = not_its_own(state, rank.rank, event.message)
     if foreign is not None:
@@ -131,6 +131,13 @@ def _said(
     if isinstance(event.message, RankVote):
         return state, (CheckVote(rank.rank, event.message),)
     return _heard(state, rank, event.message, now)
+
+
+def _is_said(rank: RankState, message: RankMessage) -> bool:
+    """Whether a rank has said its last word: were it taken again, it would never be late to leave."""
+    if isinstance(message, RankFinished):
+        return rank.finished is not None or rank.failed is not None
+    return isinstance(message, RankFailed) and rank.failed is not None
 
 
 def _heard(state: GangState, rank: RankState, message: RankMessage, now: float) -> Decision:

@@ -21,6 +21,12 @@ from services.worker.agent.telemetry.gang_telemetry import LastPhase
 _LAST_WORDS: Final = 1 << 18
 # What C++ and libraries in C write before they abort for it.
 _LACKED_MEMORY: Final = re.compile(rb"std::bad_alloc|[Cc]annot allocate memory|MemoryError")
+# As Python tells of a thread that ends by an exception: the name, the traceback, the last line.
+_LOST_THREAD: Final = re.compile(
+    rb"^Exception in thread .*\n(?:[ \t].*\n|Traceback .*\n)*"
+    rb"(?:MemoryError|.*(?:an(?:no|\')t allocate memory|not enough memory|an't start new thread|std::bad_alloc))",
+    re.MULTILINE,
+)
 
 
 def exits(
@@ -50,11 +56,23 @@ def aborted_for_memory(rank: RankState, log: Path) -> bool:
     """
     if rank.signal != signal.SIGABRT or rank.failed is not None:
         return False
+    return _LACKED_MEMORY.search(_last_words(log)) is not None
+
+
+def lost_thread(log: Path) -> bool:
+    """Whether the last words of a rank that lives tell of a thread that was refused memory.
+
+    Args:
+        log: See ``aborted_for_memory``.
+    """
+    return _LOST_THREAD.search(_last_words(log)) is not None
+
+
+def _last_words(log: Path) -> bytes:
     with contextlib.suppress(OSError), open(open_plain(log), "rb") as file:  # noqa: PTH123 a descriptor
         size = os.fstat(file.fileno()).st_size
-        words = os.pread(file.fileno(), _LAST_WORDS, max(size - _LAST_WORDS, 0))
-        return _LACKED_MEMORY.search(words) is not None
-    return False
+        return os.pread(file.fileno(), _LAST_WORDS, max(size - _LAST_WORDS, 0))
+    return b""
 
 
 def standing(rank: RankState) -> ExitStanding:

@@ -41,7 +41,7 @@ from services.worker.agent.gangs.events import (
     Ticked,
     VoteChecked,
 )
-from services.worker.agent.gangs.exit_order import aborted_for_memory, exits
+from services.worker.agent.gangs.exit_order import aborted_for_memory, exits, lost_thread
 from services.worker.agent.gangs.state import GangState, RankState
 from services.worker.agent.gangs.vote_check import VoteCheck
 from services.worker.agent.host.folders import AttemptFolder
@@ -326,7 +326,12 @@ class GangRuntime:
         living = {r.rank: r.pid for r in self._state.ranks.values() if not r.ended}
         stacks = await collect(self._folder.path, living)
         ready = self._ready()
-        found = [self._telemetry.find(r, ready[r], stacks.get(r)) for r in living]
+        logs = [self._folder.log(rank, "stderr") for rank in living]
+        lost = await asyncio.to_thread(lambda: list(map(lost_thread, logs)))
+        found = [
+            self._telemetry.find(r, ready[r], stacks.get(r), lost_thread=is_lost)
+            for r, is_lost in zip(living, lost, strict=True)
+        ]
         findings = Findings(
             why=wanted.why,
             still_s=wanted.stall.still_s,

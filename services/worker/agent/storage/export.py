@@ -33,7 +33,7 @@ from pydantic import BaseModel
 from services.contract.storage.commit_chain import ChainError, CommitChain
 from services.contract.storage.exports import EXPORT_MANIFEST, ExportedFile, ExportManifest
 from services.contract.storage.manifests import Manifest, ShardFile
-from services.contract.system.durable import make_folders, open_plain, sync_folder
+from services.contract.system.durable import is_hollow, make_folders, open_plain, sync_folder
 from services.contract.system.own_process import set_up_process
 from services.worker.agent.host.removal import remove_what_can_be
 
@@ -282,6 +282,8 @@ def _verified(folder: Path, shard: ShardFile, stack: ExitStack) -> memoryview:
         raise DifferentError(name, "the file is missing") from None
     if os.fstat(file.fileno()).st_size != shard.bytes:
         raise DifferentError(name, f"it does not have the {shard.bytes} bytes of the manifest")
+    if is_hollow(file.fileno()):
+        raise DifferentError(name, "nearly all of it are holes, which no rank of ours leaves")
     mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
     view = memoryview(mapped)
     digest = hashlib.sha256()

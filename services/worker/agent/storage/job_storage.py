@@ -42,7 +42,13 @@ from services.contract.storage.manifests import (
     Manifest,
     ShardFile,
 )
-from services.contract.system.durable import make_folders, node_condition, open_plain, sync_folder
+from services.contract.system.durable import (
+    is_hollow,
+    make_folders,
+    node_condition,
+    open_plain,
+    sync_folder,
+)
 from services.contract.system.rank_user import RankUser
 from services.contract.words.ids import job_of_checkpoint
 from services.contract.words.states import JobState
@@ -309,6 +315,8 @@ def fault_of(
         size = os.fstat(descriptor).st_size
         if size != shard.bytes:
             return f"it has {size} bytes, not the {shard.bytes} that the rank voted for"
+        if is_hollow(descriptor):
+            return f"nearly all of its {size} bytes are holes, which no rank of ours leaves"
         left = size  # and no more: somebody may go on to write there
         while not is_over() and left and (part := file.read(min(left, _READ_BYTES))):
             digest.update(part)

@@ -47,6 +47,9 @@ _PART: Final = re.compile(r"(?:steps|metrics|logs)\.([0-9]{4,10})\.[a-z0-9.-]{1,
 _LINE: Final = re.compile(r'\{"id":"([0-9]{1,13})-([0-9]{1,9})",')
 _LONGEST_LINE: Final = 1 << 18
 _MOST_READ: Final = 2 * PART_BYTES
+# Of many parts that are long no more than this is read together, of each the newest: a rank may leave
+# hundreds that are all holes, or links to one.
+_MOST_READ_OF_ALL: Final = 8 * _MOST_READ
 # So much counts each line that is read: a MiB of compressed empty lines would take a minute. Every second line of
 # ours is a record, so a file of ours is read whole.
 _SHORTEST_LINE: Final = 64
@@ -283,9 +286,14 @@ def _newest(entries: Entries, kind: Kind) -> Entries:
 def _collected(paths: Iterable[Path], kind: Kind) -> Entries:
     """What the files hold, the newest that are kept of it; memory is bounded whatever lies there."""
     found: Entries = {}
-    for path in filter(_is_plain, paths):
+    plain = [path for path in paths if _is_plain(path)]
+    most = _MOST_READ
+    if sum(min(_size(path), most) for path in plain) > _MOST_READ_OF_ALL:
+        most = _MOST_READ_OF_ALL // len(plain)
+    for path in plain:
         with contextlib.suppress(FileNotFoundError):
-            for name, body in _entries(path, kind):
+            allowed = _MOST_READ if path.name.endswith(_CLOSED) else most
+            for name, body in _entries(path, kind, allowed):
                 found[name] = body
                 if len(found) > 2 * kind.kept:
                     found = _newest(found, kind)
@@ -293,10 +301,17 @@ def _collected(paths: Iterable[Path], kind: Kind) -> Entries:
     return found
 
 
-def _entries(path: Path, kind: Kind) -> Iterator[tuple[EntryId, str]]:
+def _size(path: Path) -> int:
+    try:
+        return path.lstat().st_size
+    except FileNotFoundError:
+        return 0
+
+
+def _entries(path: Path, kind: Kind, most: int) -> Iterator[tuple[EntryId, str]]:
     """What of a file's lines makes sense, the last of it where it is too long."""
     unreadable = 0
-    for line in _lines(path):
+    for line in _lines(path, most):
         start = _LINE.match(line)
         if start is None:
             unreadable += bool(line)
@@ -310,21 +325,21 @@ def _entries(path: Path, kind: Kind) -> Iterator[tuple[EntryId, str]]:
         _log.warning("records_unreadable", file=str(path), lines=unreadable)
 
 
-def _lines(path: Path) -> Iterator[str]:
+def _lines(path: Path, most: int) -> Iterator[str]:
     with os.fdopen(open_plain(path), "rb") as file:
         if not path.name.endswith(_CLOSED):
-            file.seek(max(os.fstat(file.fileno()).st_size - _MOST_READ, 0))
-            yield from _of_stream(file)
+            file.seek(max(os.fstat(file.fileno()).st_size - most, 0))
+            yield from _of_stream(file, most)
             return
         try:
             with gzip.GzipFile(fileobj=file, mode="rb") as unpacked:
-                yield from _of_stream(unpacked)
+                yield from _of_stream(unpacked, most)
         except (gzip.BadGzipFile, EOFError, zlib.error) as error:
             _log.error("records_damaged", file=str(path), why=str(error))
 
 
-def _of_stream(file: BinaryIO | gzip.GzipFile) -> Iterator[str]:
-    left = _MOST_READ
+def _of_stream(file: BinaryIO | gzip.GzipFile, most: int) -> Iterator[str]:
+    left = most
     while left > 0 and (line := file.readline(_LONGEST_LINE)):
         left -= max(len(line), _SHORTEST_LINE)
         yield line.decode(errors="replace").removesuffix("\n")

@@ -198,6 +198,8 @@ class GangTelemetry:
         rank: int,
         ready: RankReady | None,
         stacks: Stacks | None,
+        *,
+        lost_thread: bool = False,
     ) -> RankFinding:
         """What is to be seen of a rank now."""
         sample = self._sample(rank, ready)
@@ -215,6 +217,7 @@ class GangTelemetry:
             completed=sample.completed,
             frames=stacks.frames if stacks is not None else (),
             stacks=stacks.text if stacks is not None else None,
+            lost_thread=lost_thread,
         )
 
     def end(self) -> None:

@@ -115,7 +115,10 @@ class LogTail:
                     self._kept_at = now
                     words += f"; the last of them are in {self._keep(last[-PREVIOUS_BYTES:])}"
                 os.ftruncate(descriptor, 0)
-                file.write(f"{words}\n".encode() + last[len(last) - unread :])
+                rest = last[len(last) - unread :]
+                if unread < size - self._offset:  # in a part of a line there may be half a secret
+                    rest = rest.partition(b"\n")[2]
+                file.write(f"{words}\n".encode() + rest)
         except OSError:
             return  # it is not there yet, or the next call tries again
         self._offset = 0
@@ -167,7 +170,10 @@ class LogTail:
         count = 0
         while (left := target - file.tell()) > 0:
             count += file.read(min(left, _CHUNK_BYTES)).count(b"\n")
-        count += file.readline(_PARTIAL_BYTES).count(b"\n")
+        # To the end of a line: in what follows of one there may be half a secret.
+        rest = file.readline(_PARTIAL_BYTES)
+        count += rest.count(b"\n")
+        self._inside_cut_line = not rest.endswith(b"\n")
         self._offset = file.tell()
         what = f"{count} lines" if skipped <= _COUNTED_BYTES else f"{skipped} bytes"
         return f"… {what} dropped here: the rank writes faster than its log is followed"

@@ -37,6 +37,7 @@ from services.contract.jobs.plans import default_micro_batch
 from services.contract.jobs.spec_parts import Factory
 from services.contract.messages.probe_programs import ProbeSeat
 from services.contract.messages.probing import ModelProbed, ProbeFailure
+from services.contract.system.mask import Mask
 from services.contract.words.bounds import TRACEBACK_CHARACTERS, shortened
 from services.worker.rank import registry
 from services.worker.rank.data import batches
@@ -49,7 +50,7 @@ from services.worker.rank.models.several import ALONE, checked_module
 from services.worker.rank.optim.several import Optimizers
 from services.worker.rank.probe.first_samples import FirstSamples, SampleError, check
 from services.worker.rank.probe.passes import ProbeContext, pass_for_real
-from services.worker.rank.process.failures import one_line, traceback_of
+from services.worker.rank.process.failures import chain_of, one_line, traceback_of
 from services.worker.rank.process.host_memory import lacks_host_memory, limit_memory, limited_memory
 from services.worker.rank.process.probe_program import take_question
 from services.worker.rank.process.user_path import add_code
@@ -110,10 +111,12 @@ def probe(seat: ProbeSeat) -> ModelProbed:
     except BaseException as error:  # noqa: BLE001 whatever the user's code raises is an answer
         found: dict[str, Any] = {"failure": _failure(error, course, seat)}
     else:
+        tokens = batches.predicted_tokens(sample)
         found = {
             "profile": profile,
             "optimizer": optimizer,
-            "sequence_tokens": batches.predicted_tokens(sample) or 1,
+            "sequence_tokens": tokens or 1,
+            "throughput_unit": "samples" if tokens is None else "tokens",
         }
     return ModelProbed.model_validate({**about, **found, "took_s": time.monotonic() - began})
 
@@ -292,9 +295,10 @@ class NotFollowedError(Exception):
 
 
 def _failure(error: BaseException, course: _Course, seat: ProbeSeat) -> ProbeFailure:
-    said = f"{course.part}: {one_line(error)}"
-    traceback = shortened(traceback_of(error), TRACEBACK_CHARACTERS)
-    if any(map(_is_out_of_memory, _chain(error))):
+    mask = Mask(seat.secrets)
+    said = f"{course.part}: {one_line(error, mask)}"
+    traceback = shortened(mask.text(traceback_of(error)), TRACEBACK_CHARACTERS)
+    if any(map(_is_out_of_memory, chain_of(error))):
         advice = (
             f"{said} (the probe may take {seat.memory_bytes // _MIB} MiB; parameters are made on "
             "the meta device and take none, unless the model makes them on a device that it names "
@@ -311,7 +315,7 @@ def _failure(error: BaseException, course: _Course, seat: ProbeSeat) -> ProbeFai
     # What a pass says of shapes without values is in other words than what a rank will say.
     if again is None or not (course.is_a_pass or _is_alike(again, error)):
         return ProbeFailure(code="raised", reason=said, traceback=traceback)
-    certain = f"{course.part}: {one_line(again)}"
+    certain = f"{course.part}: {one_line(again, mask)}"
     return ProbeFailure(code="wrong_spec", reason=certain, traceback=traceback)
 
 
@@ -328,22 +332,13 @@ def _raised_for_real(
         with limited_memory(_REAL_BYTES), fakes.fake_ranks(ranks):
             make()
     except Exception as again:  # noqa: BLE001 what it is says whether it counts
-        is_the_nodes = isinstance(again, OSError) or any(map(_is_out_of_memory, _chain(again)))
+        is_the_nodes = isinstance(again, OSError) or any(map(_is_out_of_memory, chain_of(again)))
         return None if is_the_nodes else again
     return None
 
 
 def _is_alike(one: BaseException, other: BaseException) -> bool:
     return type(one) is type(other) and str(one) == str(other)
-
-
-def _chain(error: BaseException) -> Iterator[BaseException]:
-    found: BaseException | None = error
-    seen: set[int] = set()
-    while found is not None and id(found) not in seen:
-        seen.add(id(found))
-        yield found
-        found = found.__cause__ or found.__context__
 
 
 def _is_out_of_memory(error: BaseException) -> bool:

@@ -8,6 +8,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Final
 
+from services.worker.rank.process.failures import chain_of
+
 _KIB: Final = 1 << 10
 # A library that finds no room for itself is an ImportError.
 _REFUSED: Final = (
@@ -78,14 +80,7 @@ def lacks_host_memory(error: BaseException) -> bool:
 
 def refusal_behind(error: BaseException) -> BaseException | None:
     """What of this error, and of those that led to it, says that memory was refused; None: nothing."""
-    told: list[BaseException] = []
-    at: BaseException | None = error
-    while at is not None and at not in told:
-        if lacks_host_memory(at):
-            return at
-        told.append(at)
-        at = at.__cause__ or (None if at.__suppress_context__ else at.__context__)
-    return None
+    return next(filter(lacks_host_memory, chain_of(error)), None)
 
 
 class ThreadRefusals:

@@ -19,6 +19,7 @@ from typing import Final, NoReturn, Protocol, cast
 from services.contract.messages.board import BoardWriter
 from services.contract.messages.rank_pipe import RankFailed, RankMessage, RankOrder, RankSeat
 from services.contract.messages.rank_stacks import STACKS_SIGNAL, stacks_path
+from services.contract.system.mask import Mask
 from services.contract.system.pipe_end import PipeEnd
 from services.contract.words.states import RankPhase
 from services.worker.rank.process.failures import one_line, traceback_of
@@ -130,14 +131,16 @@ def take_seat(
         finally:
             step = board.snapshot.step
     except BaseException as error:  # noqa: BLE001 whatever ends a rank is reported
-        text = traceback_of(error)
+        # Before it is cut: half a secret is none that its agent would know.
+        mask = Mask(seat.secrets)
+        text = mask.text(traceback_of(error))
         code = _exit_code(error)
         with contextlib.suppress(OSError, ValueError):  # user code may have closed its stderr
             sys.stderr.write(text)
         refused = refusal_behind(error) or (None if threads is None else threads.before(step))
         pipe.send(
             RankFailed(
-                error=one_line(error) + _told(refused, error) + _advice(seat, refused),
+                error=one_line(error, mask) + _told(refused, error, mask) + _advice(seat, refused),
                 error_types=(*_names(type(error)), *_of_another(refused, error)),
                 traceback=text,
                 step=step,
@@ -154,11 +157,11 @@ def _exit_code(error: BaseException) -> int:
     return asked if isinstance(asked, int) and 0 < asked < _EXIT_CODES else 1
 
 
-def _told(refused: BaseException | None, error: BaseException) -> str:
+def _told(refused: BaseException | None, error: BaseException, mask: Mask) -> str:
     """What is behind an error that does not say itself that memory was refused."""
     if refused is None or refused is error:
         return ""
-    return f"; the system refused memory: {one_line(refused)}"
+    return f"; the system refused memory: {one_line(refused, mask)}"
 
 
 def _of_another(refused: BaseException | None, error: BaseException) -> tuple[str, ...]:

@@ -1,6 +1,6 @@
 // Written by `npm run types` from tests/controller/openapi.json; not to be edited.
-// document 050c8711f2c67d586558cd4e43a8430930e5505e44ad670eedb6ded352f4dea1
-// types 6bc4e389de74ecb2964999b6ac16c3ba8e49bdcdf6557661a8514449b35c168b
+// document badf4c2506566fb793875a1e04268a327659fedbcad60328d7f25f4f6b4b5cfd
+// types 05ffe1230766be066061873a381b71b9b36f6fe6e8fb32053b1996781a50f57d
 
 export type paths = Record<string, never>;
 export type webhooks = Record<string, never>;
@@ -646,7 +646,7 @@ export interface components {
          * @description Why a job or an attempt ended.
          * @enum {string}
          */
-        ExitReason: "completed" | "cancelled" | "paused" | "killed" | "user_error" | "rank_lost" | "node_lost" | "launch_failed" | "checkpoint_failed" | "restarts_exhausted" | "preempted" | "node_drained" | "resized" | "hang" | "nan" | "infeasible";
+        ExitReason: "completed" | "cancelled" | "paused" | "killed" | "user_error" | "rank_lost" | "node_lost" | "launch_failed" | "checkpoint_failed" | "restarts_exhausted" | "preempted" | "node_drained" | "resized" | "hang" | "nan" | "out_of_memory" | "infeasible";
         /**
          * ExportedFile
          * @description One file of an export.
@@ -1859,6 +1859,52 @@ export interface components {
             units: components["schemas"]["PlanUnit"][];
         };
         /**
+         * PoolKind
+         * @description What brings the nodes of a pool.
+         * @enum {string}
+         */
+        PoolKind: "slurm" | "ray" | "kubernetes";
+        /**
+         * PoolList
+         * @description All pools, in the order in which they are asked.
+         */
+        PoolList: {
+            /** Items */
+            items: components["schemas"]["PoolView"][];
+        };
+        /**
+         * PoolView
+         * @description A pool: what it may have at a time, and what it has.
+         */
+        PoolView: {
+            /**
+             * Accelerators
+             * @description of each node
+             */
+            accelerators: number;
+            /**
+             * Cpu Slots
+             * @description of each node
+             */
+            cpu_slots: number;
+            /** Idle Timeout S */
+            idle_timeout_s: number;
+            kind: components["schemas"]["PoolKind"];
+            /** Max Nodes */
+            max_nodes: number;
+            /** Name */
+            name: string;
+            /** Ready Timeout S */
+            ready_timeout_s: number;
+            /** Reservations */
+            reservations: components["schemas"]["ReservationView"][];
+            /**
+             * Trouble
+             * @description why it does not answer; null: it does, or this controller does not lead
+             */
+            trouble: string | null;
+        };
+        /**
          * PrecisionSpec
          * @description Element types: of the gathered parameters and of the gradient reduction.
          *
@@ -2164,6 +2210,46 @@ export interface components {
             unit: string | null;
         };
         /**
+         * ReservationState
+         * @description What is wanted of nodes of a pool, and how far that is.
+         *
+         *     REQUESTED: the pool is to be asked. PROVISIONING: it was asked; not all nodes have joined. READY: all
+         *     have. RELEASING: they are to be given back.
+         * @enum {string}
+         */
+        ReservationState: "REQUESTED" | "PROVISIONING" | "READY" | "RELEASING";
+        /**
+         * ReservationView
+         * @description Nodes that a pool was asked for, all or none of them.
+         */
+        ReservationView: {
+            /** Id */
+            id: string;
+            /**
+             * Job Id
+             * @description for which it was made; null: found at the pool
+             */
+            job_id: string | null;
+            /** Node Ids */
+            node_ids: string[];
+            /**
+             * Ready At
+             * @description when all nodes had joined
+             */
+            ready_at: string | null;
+            /**
+             * Reason
+             * @description what the pool said last, or why it is given back
+             */
+            reason: string;
+            /**
+             * Requested At
+             * Format: date-time
+             */
+            requested_at: string;
+            state: components["schemas"]["ReservationState"];
+        };
+        /**
          * ResourcesPatch
          * @description The bounds of an elastic job.
          */
@@ -2337,7 +2423,7 @@ export interface components {
          * @description Seconds of a step, estimated from the node's figures; without overlap in ``total_s``.
          *
          *     ``scale``: what the first steps of earlier jobs of the model took, over what was estimated for
-         *     them; all seconds are multiplied by it.
+         *     them; all seconds are multiplied by it. ``tokens_per_s`` counts what ``throughput_unit`` says.
          */
         StepTimeView: {
             /** Compute S */
@@ -2349,6 +2435,12 @@ export interface components {
              * @default 1
              */
             scale: number;
+            /**
+             * Throughput Unit
+             * @default tokens
+             * @enum {string}
+             */
+            throughput_unit: "tokens" | "samples";
             /** Tokens Per S */
             tokens_per_s: number;
             /** Total S */
@@ -3053,6 +3145,9 @@ export type PlanState = components['schemas']['PlanState'];
 export type PlanSummary = components['schemas']['PlanSummary'];
 export type PlanUnit = components['schemas']['PlanUnit'];
 export type PlanView = components['schemas']['PlanView'];
+export type PoolKind = components['schemas']['PoolKind'];
+export type PoolList = components['schemas']['PoolList'];
+export type PoolView = components['schemas']['PoolView'];
 export type PrecisionSpec = components['schemas']['PrecisionSpec'];
 export type Problem = components['schemas']['Problem'];
 export type Progress = components['schemas']['Progress'];
@@ -3063,6 +3158,8 @@ export type RankMemory = components['schemas']['RankMemory'];
 export type RankPlacement = components['schemas']['RankPlacement'];
 export type RankStacks = components['schemas']['RankStacks'];
 export type RankView = components['schemas']['RankView'];
+export type ReservationState = components['schemas']['ReservationState'];
+export type ReservationView = components['schemas']['ReservationView'];
 export type ResourcesPatch = components['schemas']['ResourcesPatch'];
 export type ResourceSpec = components['schemas']['ResourceSpec'];
 export type ResumeRequest = components['schemas']['ResumeRequest'];

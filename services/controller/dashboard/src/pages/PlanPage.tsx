@@ -8,7 +8,7 @@ import { Alternatives } from "../plan/Alternatives";
 import { MemoryBars } from "../plan/MemoryBars";
 import { Verdict, verdict } from "../plan/Verdict";
 import { jobHref } from "../router";
-import { axes, bytes, compact, dateTime, duration, whole, words } from "../ui/format";
+import { axes, bytes, compact, dateTime, duration, perSecond, whole, words } from "../ui/format";
 import { Panel, Quiet, Stat, Trouble } from "../ui/parts";
 
 export default function PlanPage({ id }: { id: string }) {
@@ -70,7 +70,7 @@ function Head({ plan }: { plan: PlanView }) {
         <Stat label="Step" hint={time ? `${duration(time.compute_s)} of computation, ${duration(time.optimizer_s)} of the optimizer` : ""}>
           {time ? duration(time.total_s) : "not known"}
         </Stat>
-        {time ? <Stat label="Tokens/s">{compact(time.tokens_per_s)}</Stat> : null}
+        {time ? <Stat label={perSecond(time.throughput_unit)}>{compact(time.tokens_per_s)}</Stat> : null}
         {plan.state === "READY" ? <Stat label="Room now">{plan.ranks.length > 0 ? seats(plan) : "none"}</Stat> : null}
         <Stat label="Profiled on">
           {plan.probe.node_id} <span className="muted">{plan.probe.cached ? "before" : duration(plan.probe.took_s)}</span>

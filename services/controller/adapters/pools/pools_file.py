@@ -1,0 +1,169 @@
+"""The file that names pools (``MESHLOOM_POOLS_FILE``), and how the agents of their nodes are started."""
+
+from collections.abc import Mapping
+from io import StringIO
+from pathlib import Path
+from string import Template
+from typing import Annotated, Literal, Self
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from ruamel.yaml import YAML
+from ruamel.yaml.error import YAMLError
+
+from services.contract.words.ids import NodeId
+from services.contract.words.states import PoolKind
+from services.controller.domain.scheduling.reservations import PoolLimits
+from services.controller.ports.pools import AgentProcess
+
+
+class PoolsFileError(ValueError):
+    """The file cannot be used; the text says where and why."""
+
+
+class _Part(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+
+class AgentConfig(_Part):
+    """How an agent is started on a node.
+
+    In the values of its environment ``${node_id}`` is the node's, and ``${NAME}`` a variable of the
+    controller, so that passwords need not be in the file.
+    """
+
+    command: tuple[str, ...] = Field(
+        default=("python3", "-m", "services.worker.agent"),
+        min_length=1,
+        description="Program and arguments, as the node has them.",
+    )
+    environment: dict[str, str] = Field(
+        default_factory=dict,
+        description="The agent's settings; `${node_id}` is the node's id, `${NAME}` a variable of the controller.",
+    )
+
+
+class PoolConfig(_Part):
+    """What all kinds of pools have."""
+
+    name: Annotated[str, Field(pattern=r"^[a-z0-9]([a-z0-9-]{0,30}[a-z0-9])?$")] = Field(
+        description="The pool's; its nodes are `<name>-1`, `<name>-2` and so on."
+    )
+    cpu_slots: int = Field(default=0, ge=0, le=4_096, description="CPU ranks that a node takes.")
+    accelerators: int = Field(default=0, ge=0, le=64, description="GPUs of a node.")
+    max_nodes: int = Field(ge=1, le=10_000, description="Nodes that it has at a time, at most.")
+    ready_timeout_s: float = Field(
+        default=900, gt=0, le=7 * 86_400, description="Seconds in which all nodes must have joined."
+    )
+    idle_timeout_s: float = Field(
+        default=300, gt=0, le=7 * 86_400, description="Seconds for which idle nodes are kept."
+    )
+
+    @model_validator(mode="after")
+    def _brings_something(self) -> Self:
+        if not self.cpu_slots and not self.accelerators:
+            raise ValueError("cpu_slots or accelerators must say what a node takes")
+        return self
+
+
+class SlurmPoolConfig(PoolConfig):
+    """Nodes by Slurm: one batch job for each reservation, one agent on each of its nodes."""
+
+    kind: Literal["slurm"]
+    options: tuple[str, ...] = Field(
+        default=(), description="Further options of sbatch, such as `--partition=gpu`."
+    )
+    bin: Path | None = Field(
+        default=None, description="Folder of Slurm's commands; unset: they are in PATH."
+    )
+    grace_s: float = Field(
+        default=60,
+        ge=0,
+        le=3_600,
+        description="Seconds that agents have to end their gangs before they are killed.",
+    )
+
+
+class PoolsFile(_Part):
+    """The whole file."""
+
+    owner: Annotated[str, Field(pattern=r"^[a-z0-9]([a-z0-9-]{0,30}[a-z0-9])?$")] = Field(
+        default="meshloom",
+        description="Marks what belongs to this controller at a scheduler that others use, too.",
+    )
+    agent: AgentConfig = AgentConfig()
+    pools: tuple[SlurmPoolConfig, ...] = Field(min_length=1)
+
+    @model_validator(mode="after")
+    def _names_differ(self) -> Self:
+        names = [pool.name for pool in self.pools]
+        twice = sorted({name for name in names if names.count(name) > 1})
+        if twice:
+            raise ValueError(f"several pools are named {', '.join(twice)}")
+        return self
+
+
+def read_pools_file(path: Path) -> PoolsFile:
+    """The file, checked.
+
+    Raises:
+        PoolsFileError: It cannot be read, or says something that cannot be; all faults at once.
+    """
+    try:
+        said: object = YAML(typ="safe", pure=True).load(StringIO(path.read_text()))
+    except OSError as error:
+        raise PoolsFileError(f"{path}: {error.strerror}") from error
+    except (YAMLError, UnicodeDecodeError) as error:
+        raise PoolsFileError(f"{path}: {' '.join(str(error).split())}") from error
+    try:
+        return PoolsFile.model_validate(said)
+    except ValidationError as error:
+        faults = (
+            f"/{'/'.join(map(str, fault['loc']))}: {fault['msg'].removeprefix('Value error, ')}"
+            for fault in error.errors(include_url=False, include_input=False)
+        )
+        raise PoolsFileError(f"{path}: {'; '.join(faults)}") from None
+
+
+def limits_of(config: PoolConfig, kind: PoolKind) -> PoolLimits:
+    """What a pool can bring."""
+    return PoolLimits(
+        name=config.name,
+        kind=kind,
+        cpu_slots=config.cpu_slots,
+        accelerators=config.accelerators,
+        max_nodes=config.max_nodes,
+        ready_timeout_s=config.ready_timeout_s,
+        idle_timeout_s=config.idle_timeout_s,
+    )
+
+
+def agents_of(
+    config: AgentConfig, limits: PoolLimits, variables: Mapping[str, str]
+) -> Mapping[NodeId, AgentProcess]:
+    """How the agents of a pool's nodes are started, by node.
+
+    Args:
+        config: As the file says it.
+        limits: Of the pool.
+        variables: Of the controller's environment.
+
+    Raises:
+        PoolsFileError: A value names a variable that is not set.
+    """
+    return {node_id: _agent(config, node_id, limits, variables) for node_id in limits.node_ids}
+
+
+def _agent(
+    config: AgentConfig, node_id: NodeId, limits: PoolLimits, variables: Mapping[str, str]
+) -> AgentProcess:
+    environment = {"MESHLOOM_NODE_ID": node_id}
+    if limits.cpu_slots:
+        environment["MESHLOOM_CPU_SLOTS"] = str(limits.cpu_slots)
+    for name, value in config.environment.items():
+        try:
+            environment[name] = Template(value).substitute(variables, node_id=node_id)
+        except (KeyError, ValueError) as error:
+            raise PoolsFileError(
+                f"/agent/environment/{name}: {error} is no variable of the controller"
+            ) from error
+    return AgentProcess(config.command, environment)

@@ -1,0 +1,272 @@
+"""Nodes of pools, on virtual time: when they are asked for, when gangs run there, when they go back."""
+
+import asyncio
+from collections.abc import Callable, Coroutine
+
+import pytest
+
+from services.contract.api.views import StopRequest
+from services.contract.jobs.entry_points import EntryPoints
+from services.contract.words.states import JobState, ReservationState
+from services.controller.domain.decisions.dispatch import first_decision
+from services.controller.domain.errors import InvalidRequestError
+from services.controller.domain.job.events import CancelAsked
+from services.controller.domain.scheduling.placement import GangRequest, NotNow
+from services.controller.domain.scheduling.reservations import Fit
+from services.controller.ports.jobs import Actor
+from services.controller.use_cases.pool_list import list_pools
+from services.controller.use_cases.queue import get_queue
+from services.controller.use_cases.submit import Drafting, draft_job
+from tests.controller.histories import spec
+from tests.controller.virtual_pool import PooledCluster, limits
+
+FOUR = {"resources": {"ranks": 4}}
+OVER = {JobState.SUCCEEDED, JobState.FAILED, JobState.CANCELLED}
+SHORT = {"train": {"steps": 8, "global_batch": 12}}
+
+
+def play(
+    cluster: PooledCluster, course: Callable[[PooledCluster], Coroutine[object, object, None]]
+) -> None:
+    asyncio.run(course(cluster))
+
+
+async def ended(cluster: PooledCluster, job_id: str, within_s: int = 200) -> JobState:
+    for _ in range(within_s):
+        if (await cluster.job(job_id)).state in OVER:
+            break
+        await cluster.seconds(1)
+    job = await cluster.job(job_id)
+    if job.state in OVER:
+        return job.state
+    raise AssertionError(f"not ended within {within_s} s: {job.state}, {job.reason}")
+
+
+def states(cluster: PooledCluster) -> list[ReservationState]:
+    return [each.state for each in cluster.server.reservations.values()]
+
+
+def test_a_job_that_fits_no_node_gets_some_runs_there_and_they_go_back_once_idle() -> None:
+    async def course(cluster: PooledCluster) -> None:
+        pool = cluster.pools[0]
+        job_id = await cluster.submit(**FOUR, **SHORT)
+        assert await ended(cluster, job_id) is JobState.SUCCEEDED
+        job = await cluster.job(job_id)
+        assert set(cluster.nodes_of(job)) == {"burst-1", "burst-2"}
+        assert states(cluster) == [ReservationState.READY]
+        await cluster.seconds(15)
+        assert states(cluster) == [ReservationState.READY]
+        await cluster.seconds(20)
+        assert (pool.held, cluster.server.reservations, pool.asked) == ({}, {}, 1)
+        assert list(cluster.server.nodes) == ["a"]
+
+        again = await cluster.submit(**FOUR, **SHORT)
+        assert await ended(cluster, again) is JobState.SUCCEEDED
+        assert set(cluster.nodes_of(await cluster.job(again))) == {"burst-1", "burst-2"}
+
+    play(PooledCluster({"a": 2}, limits()), course)
+
+
+def test_what_fits_a_free_node_asks_no_pool() -> None:
+    async def course(cluster: PooledCluster) -> None:
+        job_id = await cluster.submit(**SHORT)
+        assert await ended(cluster, job_id) is JobState.SUCCEEDED
+        assert cluster.pools[0].asked == 0
+
+    play(PooledCluster({"a": 2}, limits()), course)
+
+
+def test_no_gang_runs_on_some_of_the_nodes_while_others_are_still_to_come() -> None:
+    async def course(cluster: PooledCluster) -> None:
+        cluster.pools[0].boots_within_s = 5
+        wide = await cluster.submit(**FOUR, **SHORT)
+        await cluster.seconds(2)
+        narrow = await cluster.submit(**SHORT, resources={"ranks": 2}, priority=0)
+        await cluster.seconds(6)
+        assert "burst-1" in cluster.server.nodes
+        assert (await cluster.job(narrow)).attempt is None
+        assert await ended(cluster, wide) is JobState.SUCCEEDED
+        assert await ended(cluster, narrow) is JobState.SUCCEEDED
+
+    play(PooledCluster({}, limits(max_nodes=2)), course)
+
+
+def test_a_job_that_waits_for_a_pool_says_so_in_the_pools_own_words() -> None:
+    async def course(cluster: PooledCluster) -> None:
+        job_id = await cluster.submit(**FOUR, **SHORT)
+        await cluster.seconds(5)
+        (entry,) = (await get_queue(cluster.ports)).items
+        assert entry.reason == "waiting for 2 nodes of pool burst: Resources"
+        (view,) = (await list_pools(cluster.ports, {"burst": "no route"})).items
+        assert view.trouble == "no route"
+        (reserved,) = view.reservations
+        assert (reserved.job_id, reserved.state) == (job_id, ReservationState.PROVISIONING)
+        cluster.pools[0].machines = 2
+        assert await ended(cluster, job_id) is JobState.SUCCEEDED
+
+    play(PooledCluster({}, limits(), machines=1), course)
+
+
+def test_nodes_that_do_not_come_in_time_are_given_up_and_asked_of_the_next_pool() -> None:
+    async def course(cluster: PooledCluster) -> None:
+        first, second = cluster.pools
+        first.machines = 0
+        job_id = await cluster.submit(**SHORT)
+        assert await ended(cluster, job_id) is JobState.SUCCEEDED
+        assert (first.asked, second.asked, first.held) == (1, 1, {})
+        assert set(cluster.nodes_of(await cluster.job(job_id))) == {"cloud-1"}
+
+    play(PooledCluster({}, limits(ready_timeout_s=30), limits("cloud")), course)
+
+
+def test_a_pool_that_refuses_is_told_and_asked_again_later() -> None:
+    async def course(cluster: PooledCluster) -> None:
+        (pool,) = cluster.pools
+        pool.refuses = "no such partition"
+        job_id = await cluster.submit(**SHORT)
+        await cluster.seconds(20)
+        assert (pool.held, cluster.server.reservations) == ({}, {})
+        pool.refuses = None
+        assert await ended(cluster, job_id) is JobState.SUCCEEDED
+
+    play(PooledCluster({}, limits()), course)
+
+
+@pytest.mark.parametrize("seconds", [0, 1, 2, 3, 4])
+def test_a_job_that_no_longer_waits_leaves_no_nodes_behind(seconds: int) -> None:
+    async def course(cluster: PooledCluster) -> None:
+        job_id = await cluster.submit(**FOUR, **SHORT)
+        await cluster.seconds(seconds)
+        await cluster._happen(job_id, CancelAsked(StopRequest()))
+        await cluster.seconds(40)
+        assert (cluster.pools[0].held, cluster.server.reservations) == ({}, {})
+        assert not cluster.server.nodes
+
+    play(PooledCluster({}, limits()), course)
+
+
+def test_with_one_node_lost_all_of_the_reservation_goes_and_the_job_gets_others() -> None:
+    async def course(cluster: PooledCluster) -> None:
+        (pool,) = cluster.pools
+        job_id = await cluster.submit(**FOUR, checkpoint={"every_steps": 5, "keep_last": 2})
+        await cluster.at_size(job_id, 4)
+        await cluster.seconds(7)
+        pool.lose("burst-2")
+        assert await ended(cluster, job_id) is JobState.SUCCEEDED
+        job = await cluster.job(job_id)
+        assert job.attempts[-1].fence == 2
+        assert pool.asked == 2
+        assert len(pool.held) == 1
+
+    play(PooledCluster({}, limits()), course)
+
+
+@pytest.mark.parametrize("second", range(0, 40, 2))
+def test_a_new_leader_goes_on_whatever_the_last_one_was_about_to_do(second: int) -> None:
+    async def course(cluster: PooledCluster) -> None:
+        job_id = await cluster.submit(**FOUR, **SHORT)
+        await cluster.seconds(second)
+        cluster.new_leader()
+        assert await ended(cluster, job_id) is JobState.SUCCEEDED
+        await cluster.seconds(40)
+        assert (cluster.pools[0].held, cluster.server.reservations) == ({}, {})
+        assert cluster.pools[0].asked == 1
+
+    play(PooledCluster({}, limits()), course)
+
+
+def test_a_request_of_which_no_record_tells_is_found_and_given_back_once_it_is_idle() -> None:
+    async def course(cluster: PooledCluster) -> None:
+        (pool,) = cluster.pools
+        job_id = await cluster.submit(**FOUR, train={"steps": 60, "global_batch": 12})
+        await cluster.at_size(job_id, 4)
+        cluster.server.reservations.clear()
+        await cluster.seconds(3)
+        assert states(cluster) == [ReservationState.READY]
+        assert await ended(cluster, job_id) is JobState.SUCCEEDED
+        assert (await cluster.job(job_id)).fence == 1
+        await cluster.seconds(40)
+        assert (pool.held, cluster.server.reservations, pool.asked) == ({}, {}, 1)
+
+    play(PooledCluster({}, limits()), course)
+
+
+def test_a_pool_that_does_not_answer_stops_nothing_that_runs() -> None:
+    async def course(cluster: PooledCluster) -> None:
+        (pool,) = cluster.pools
+        job_id = await cluster.submit(**FOUR, train={"steps": 60, "global_batch": 12})
+        await cluster.at_size(job_id, 4)
+        pool.trouble = "no route to host"
+        assert await ended(cluster, job_id) is JobState.SUCCEEDED
+        assert (await cluster.job(job_id)).fence == 1
+        await cluster.seconds(40)
+        assert states(cluster) == [ReservationState.RELEASING]
+        pool.trouble = None
+        await cluster.seconds(10)
+        assert (pool.held, cluster.server.reservations) == ({}, {})
+
+    play(PooledCluster({}, limits()), course)
+
+
+def test_the_queue_is_served_in_order_and_no_more_nodes_are_held_than_may_be() -> None:
+    async def course(cluster: PooledCluster) -> None:
+        (pool,) = cluster.pools
+        small = [await cluster.submit(**SHORT) for _ in range(3)]
+        wide = await cluster.submit(**SHORT, resources={"ranks": 6})
+        late = await cluster.submit(**SHORT)
+        most = 0
+        starts: list[str] = []
+        for _ in range(120):
+            await cluster.seconds(1)
+            most = max(most, sum(len(held.nodes) for held in pool.held.values()))
+            names = [n for each in cluster.server.reservations.values() for n in each.node_ids]
+            assert len(names) == len(set(names))
+            for job_id in (*small, wide, late):
+                if (await cluster.job(job_id)).attempts and job_id not in starts:
+                    starts.append(job_id)
+        assert most <= 4
+        assert set(starts[:3]) == set(small)
+        assert len(starts) == 5
+
+    play(PooledCluster({}, limits()), course)
+
+
+@pytest.mark.parametrize(
+    ("gang", "fit"),
+    [
+        (GangRequest(1), Fit("cpu", 1)),
+        (GangRequest(7), Fit("cpu", 3)),
+        (GangRequest(8, together=2), Fit("cpu", 4)),
+        (GangRequest(13), None),
+        (GangRequest(2, "cuda"), None),
+        (GangRequest(8, together=4), None),
+    ],
+)
+def test_a_gang_takes_so_many_nodes(gang: GangRequest, fit: Fit | None) -> None:
+    assert limits(cpu_slots=3).fit(gang) == fit
+
+
+def test_a_job_is_refused_only_if_no_pool_could_take_it() -> None:
+    async def course(cluster: PooledCluster) -> None:
+        drafting = Drafting("ada", EntryPoints())
+        _, outcome = await draft_job(cluster.ports, spec(**{**FOUR, "plan": "default"}), drafting)
+        assert isinstance(outcome, NotNow)
+        assert outcome.reason == "no known node can take it; pool burst is asked for nodes"
+        with pytest.raises(InvalidRequestError, match="ranks need"):
+            await draft_job(cluster.ports, spec(resources={"ranks": 12}, plan="default"), drafting)
+
+    play(PooledCluster({"a": 1}, limits()), course)
+
+
+def test_a_job_whose_layout_is_open_gets_a_node_on_which_it_can_be_planned() -> None:
+    async def course(cluster: PooledCluster) -> None:
+        job, _ = await draft_job(
+            cluster.ports, spec(plan="auto", mesh="auto"), Drafting("ada", EntryPoints())
+        )
+        assert job.planning is not None
+
+        await cluster.ports.jobs.create(first_decision(job), Actor("ada"), None)
+        await cluster.seconds(6)
+        assert states(cluster) == [ReservationState.READY]
+
+    play(PooledCluster({}, limits()), course)
