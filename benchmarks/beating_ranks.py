@@ -118,6 +118,8 @@ def _costs(redis: Redis, process: psutil.Process, ranks: int) -> None:
     took = time.monotonic() - began
     share, lead = (_used_s(server) - used) / took, (_used_s(process) - led) / took
     told = _samples(redis) - samples
+    if not told:
+        raise AssertionError("no agent beats any more: the machine is too busy for so many ranks")
     commands = (_calls(redis) - calls) / told
     bytes_each = (_appended(redis) - written) / told
     say(f"{'samples a second of each rank':<44}{told / took / ranks:9.2f}")
