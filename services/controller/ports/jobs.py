@@ -4,6 +4,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Final, NamedTuple, Protocol
 
+from services.contract.jobs.specs import HIGHEST_PRIORITY
+from services.contract.words.problems import Fault
 from services.contract.words.states import JobState
 from services.controller.domain.decisions.history import HistoryEntry
 from services.controller.domain.errors import TooManyJobsError
@@ -23,10 +25,24 @@ class Stored:
 
 @dataclass(frozen=True)
 class Actor:
-    """Who causes a change: a person's request, an agent, the controller."""
+    """Who causes a change: a person's request, an agent, the controller.
+
+    ``most_priority``: the highest that it may give a job.
+    """
 
     name: str
     request_id: str | None = None
+    most_priority: int = HIGHEST_PRIORITY
+
+    def priority_faults(self, priority: int) -> list[Fault]:
+        """What is wrong with giving a job this priority."""
+        if priority <= self.most_priority:
+            return []
+        detail = (
+            f"priority: {self.name} may give jobs a priority of up to {self.most_priority} "
+            "(MESHLOOM_MAX_PRIORITY of the controller); ask an operator for a higher one"
+        )
+        return [Fault(pointer="/priority", detail=detail, code="priority_not_allowed")]
 
 
 class EventRecord(Record):

@@ -154,20 +154,28 @@ CREATE: Final = (
     + _COUNT_TO_QUOTA
     + """
 -- KEYS: job, all jobs, active jobs, events, idempotency, history, changes, that its records are whole,
--- events of all jobs, the owner's jobs that have not ended, all the owner's jobs
-local other = mistyped({'hash', 'zset', 'set', 'stream', 'string', 'stream'})
+-- events of all jobs, the owner's jobs that have not ended, all the owner's jobs, the claims of who asks
+local other = mistyped({'hash', 'zset', 'set', 'stream', 'string', 'stream', [12] = 'zset'})
 if other then return {'mistyped', other} end
 local id, wake, field, doc, state, created = take(), take(), take(), take(), take(), take()
 local summary, listed = take(), take()
 local digest, ttl = take(), take()
-local most_not_ended, most_kept = take(), take()
+local most_not_ended, most_kept, most_claims = take(), take(), take()
 if digest ~= '' then
   local claimed = redis.call('GET', KEYS[5])
   if claimed then return {'claimed', claimed} end
 end
 if is_full(KEYS[10], most_not_ended) then return {'not_ended', most_not_ended} end
 if is_full(KEYS[11], most_kept) then return {'kept', most_kept} end
-if digest ~= '' then redis.call('SET', KEYS[5], digest .. ' ' .. doc, 'EX', ttl) end
+if digest ~= '' then
+  redis.call('SET', KEYS[5], digest .. ' ' .. doc, 'EX', ttl)
+  redis.call('ZADD', KEYS[12], created, KEYS[5])
+  redis.call('EXPIRE', KEYS[12], ttl)
+  for _, oldest in ipairs(redis.call('ZRANGE', KEYS[12], 0, -1 - most_claims)) do
+    redis.call('DEL', oldest)
+    redis.call('ZREM', KEYS[12], oldest)
+  end
+end
 redis.call('HSET', KEYS[1], 'doc', doc, 'version', '1', 'fence', '0', 'state', state, 'summary', summary)
 relist(KEYS[1], id, created, listed)
 redis.call('ZADD', KEYS[2], created, id)

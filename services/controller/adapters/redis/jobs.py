@@ -107,6 +107,7 @@ class RedisJobs:
                     keys.EVENT_FEED,
                     keys.jobs_not_ended(job.owner),
                     keys.jobs_of_owner(job.owner),
+                    keys.idempotency_of("" if claim is None else claim.subject),
                 ],
                 args=[
                     job.id,
@@ -120,6 +121,7 @@ class RedisJobs:
                     keys.IDEMPOTENCY_TTL_S,
                     self._quota.not_ended,
                     self._quota.kept,
+                    keys.CLAIMS_KEPT,
                     *_listed(_bodies(event_records(decision, actor))),
                     *_listed(_bodies((creation(job),))),
                     keys.CHANGES_KEPT,

@@ -35,15 +35,31 @@ _KEEP_PLAN: Final = (
     TAKE_LIST
     + TO_INBOX
     + """
--- KEYS: plan, answer, that it was asked, inbox, that measuring was asked, inbox for that, all plans
+-- KEYS: plan, answer, that it was asked, inbox, that measuring was asked, inbox for that, all plans, the
+-- owner's plans
 local doc, state, ttl, fresh, field = take(), take(), take(), take(), take()
 local patience, question, measuring, measure = take(), take(), take(), take()
 local id, created, forgotten = take(), take(), take()
+local probing, prefix, most = take(), take(), take()
 redis.call('HSET', KEYS[1], 'doc', doc, 'state', state)
 redis.call('EXPIRE', KEYS[1], ttl)
 redis.call('ZADD', KEYS[7], created, id)
 redis.call('ZREMRANGEBYSCORE', KEYS[7], '-inf', forgotten)
 redis.call('EXPIRE', KEYS[7], ttl)
+redis.call('ZADD', KEYS[8], created, id)
+redis.call('EXPIRE', KEYS[8], ttl)
+-- Those that are being made are kept, for jobs wait for them.
+local over = redis.call('ZCARD', KEYS[8]) - most
+for _, oldest in ipairs(over > 0 and redis.call('ZRANGE', KEYS[8], 0, 63) or {}) do
+  local is_made = redis.pcall('HGET', prefix .. oldest, 'state') ~= probing
+  local since = tonumber(redis.call('ZSCORE', KEYS[8], oldest))
+  if over > 0 and oldest ~= id and (is_made or since + patience < tonumber(created)) then
+    redis.call('DEL', prefix .. oldest)
+    redis.call('ZREM', KEYS[8], oldest)
+    redis.call('ZREM', KEYS[7], oldest)
+    over = over - 1
+  end
+end
 if measure ~= '' and redis.call('SET', KEYS[5], '1', 'NX', 'EX', measuring) then
   to_inbox(KEYS[6], field, measure)
 end
@@ -104,6 +120,7 @@ class RedisPlans:
                     keys.measuring(node_id, device_type),
                     keys.node_inbox(node_id),
                     keys.PLANS,
+                    keys.plans_of(plan.owner),
                 ],
                 args=[
                     plan.model_dump_json(),
@@ -118,6 +135,9 @@ class RedisPlans:
                     plan.id,
                     plan.created_ms,
                     plan.created_ms - keys.PLAN_TTL_S * 1000,
+                    PlanState.PROBING.value,
+                    keys.plan(""),
+                    keys.PLANS_KEPT,
                 ],
             )
         return status
