@@ -243,3 +243,24 @@ def test_what_was_read_is_known_until_it_changes_and_no_more_than_so_much() -> N
     assert [known.get(row) is not None for row in rows] == [False, True, True]
     known.forget(rows[1].job_id)
     assert known.get(rows[1]) is None
+
+
+def test_jobs_that_have_ended_take_no_place_of_others_and_little_of_their_own() -> None:
+    def row(number: int, state: JobState) -> Row:
+        job = new_job().model_copy(update={"id": f"job_{number:026}", "state": state})
+        return Row(job.id, job.model_dump_json(), "1", {})
+
+    running = row(0, JobState.RUNNING)
+    size = len(str(running.doc))
+    known = KnownRows(2 * size, ended_characters=3 * size)
+    ended = [row(number, JobState.SUCCEEDED) for number in range(1, 101)]
+    for each in (running, *ended):
+        known.put(each, read_row(each))
+    assert known.get(running) is not None
+    kept = [known.get(each) is not None for each in ended]
+    assert sum(kept) == 2
+    # One that ends is no longer kept among the others.
+    over = row(0, JobState.FAILED)
+    known.put(over, read_row(over))
+    assert known.get(running) is None
+    assert known.get(over) is not None

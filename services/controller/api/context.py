@@ -52,24 +52,27 @@ class Context:
     turns: Turns = field(default_factory=Turns)
 
 
-def _context(request: Request) -> Context:
+# Asynchronous although they wait for nothing: else each request would wait for a thread, once for each of them.
+async def _context(request: Request) -> Context:
     context: Context = request.app.state.context
     return context
 
 
-def _ports(request: Request) -> Ports:
-    return _context(request).ports
+async def _ports(request: Request) -> Ports:
+    context: Context = request.app.state.context
+    return context.ports
 
 
-def _principal(request: Request) -> Principal:
+async def _principal(request: Request) -> Principal:
     asks: Principal = request.state.principal
     return asks
 
 
-def _actor(request: Request) -> Actor:
-    asks = _principal(request)
+async def _actor(request: Request) -> Actor:
+    context: Context = request.app.state.context
+    asks: Principal = request.state.principal
     is_operator = asks.scope.includes(Scope.OPERATOR)
-    most = HIGHEST_PRIORITY if is_operator else _context(request).most_priority
+    most = HIGHEST_PRIORITY if is_operator else context.most_priority
     return Actor(asks.subject, request.state.request_id, most)
 
 

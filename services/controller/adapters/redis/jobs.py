@@ -9,7 +9,7 @@ from services.contract.messages.commands import COMMAND
 from services.contract.redis import redis_keys as keys
 from services.contract.system.long_work import in_turns
 from services.contract.words.states import JobState
-from services.controller.adapters.redis import scripts
+from services.controller.adapters.redis import job_scripts
 from services.controller.adapters.redis.connection import (
     RedisClients,
     answering,
@@ -84,11 +84,11 @@ class RedisJobs:
         )
         self._telemetry_kept_s = telemetry_kept_s
         self._quota = quota
-        self._commit = clients.script(scripts.COMMIT)
-        self._create = clients.script(scripts.CREATE)
-        self._restore = clients.script(scripts.RESTORE)
-        self._delete = clients.script(scripts.DELETE)
-        self._send = clients.script(scripts.SEND)
+        self._commit = clients.script(job_scripts.COMMIT)
+        self._create = clients.script(job_scripts.CREATE)
+        self._restore = clients.script(job_scripts.RESTORE)
+        self._delete = clients.script(job_scripts.DELETE)
+        self._send = clients.script(job_scripts.SEND)
 
     async def create(self, decision: Decision, actor: Actor, claim: Claim | None) -> Stored:
         """See ``JobStore.create``."""
