@@ -30,7 +30,11 @@ async def measure_memory(jobs: int) -> None:
         agent = SimulatedAgent(url, "loom-1", _AT_ONCE)
         beating = asyncio.create_task(agent.run())
         try:
-            await asyncio.to_thread(_measure, redis, url, jobs)
+            measuring = asyncio.create_task(asyncio.to_thread(_measure, redis, url, jobs))
+            await asyncio.wait({measuring, beating}, return_when=asyncio.FIRST_COMPLETED)
+            if beating.done():
+                beating.result()
+            await measuring
         finally:
             beating.cancel()
             await asyncio.wait([beating])

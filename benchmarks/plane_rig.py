@@ -22,6 +22,7 @@ from benchmarks.simulated_cluster import SimulatedCluster
 from services.controller.adapters.redis import redis_ports
 from services.controller.ports.coordination import Ports
 from services.local.embedded_redis import EmbeddedRedis
+from tests.waiting import until
 
 _LONGEST_S: Final = 15.0
 _FEWEST: Final = 3
@@ -67,25 +68,27 @@ def controller(redis_url: str) -> Iterator[tuple[httpx.Client, psutil.Process]]:
         "MESHLOOM_RATE_PER_S": "1000000",
         "MESHLOOM_RATE_BURST": "1000000",
     }
-    with subprocess.Popen(
-        [sys.executable, "-m", "services.controller"],
-        env=environment,
-        stderr=subprocess.PIPE,
-        text=True,
-    ) as process:
+    # Into a file: nobody reads a pipe here, and a full one would stop the controller.
+    with (
+        tempfile.NamedTemporaryFile("r+", prefix="meshloom-plane-", suffix=".log") as log,
+        subprocess.Popen(
+            [sys.executable, "-m", "services.controller"], env=environment, stderr=log.fileno()
+        ) as process,
+    ):
         try:
-            with httpx.Client(base_url=_url_of(process), timeout=120) as client:
+            url = until(lambda: _url_in(Path(log.name).read_text(encoding="utf-8")))
+            with httpx.Client(base_url=url, timeout=120) as client:
                 yield client, psutil.Process(process.pid)
         finally:
             process.terminate()
 
 
-def _url_of(process: "subprocess.Popen[str]") -> str:
-    for line in process.stderr or ():
-        told: dict[str, Any] = json.loads(line) if line.startswith("{") else {}
+def _url_in(log: str) -> str | None:
+    for line in log.splitlines():
+        told: dict[str, Any] = json.loads(line) if line.endswith("}") else {}
         if told.get("event") == "listening":
             return str(told["url"])
-    raise AssertionError("the controller did not start")
+    return None
 
 
 def goes_on(took: Sequence[float], count: int) -> bool:

@@ -10,7 +10,8 @@ ENV PYTHONUNBUFFERED=1 \
 
 RUN groupadd --gid 10001 meshloom \
     && useradd --uid 10001 --gid 10001 --create-home --home-dir /var/lib/meshloom meshloom \
-    && install -d -o meshloom -g meshloom /var/lib/meshloom/acl
+    && install -d -o meshloom -g meshloom /var/lib/meshloom/acl \
+    && install -d -m 0750 -o meshloom -g meshloom /var/lib/meshloom/checkpoints
 
 WORKDIR /opt/meshloom
 COPY pyproject.toml constraints.txt README.md ./

@@ -18,7 +18,7 @@ ENV PYTHONUNBUFFERED=1 \
 RUN groupadd --gid 10001 meshloom \
     && useradd --uid 10001 --gid 10001 --create-home --home-dir /var/lib/meshloom meshloom \
     && useradd --uid 10002 --user-group --create-home meshloom-rank \
-    && install -d -o meshloom -g meshloom /var/lib/meshloom/checkpoints
+    && install -d -m 0750 -o meshloom -g meshloom /var/lib/meshloom/checkpoints
 
 WORKDIR /opt/meshloom
 COPY constraints.txt ./

@@ -112,6 +112,7 @@ class SharedSlices:
         self._landed = 0
         self._released = 0
         self._are_copied = True
+        self._is_used = False
         self._own_rows: list[torch.Tensor] = []
         self._plan: _Plan | None = None
         self._planned_for: list[int] = []
@@ -174,6 +175,7 @@ class SharedSlices:
             with torch.no_grad():
                 torch_private.foreach_copy(*plan.casts)
         self._what = what
+        self._is_used = True
         self._number = self._axis.start(what)
 
     def land(self) -> None:
@@ -195,6 +197,7 @@ class SharedSlices:
 
     def drop(self) -> None:
         """Ends a gather that nobody used; there is nothing to wait for."""
+        self._is_used = False
         self._note_landed()
 
     def await_copied(self) -> None:
@@ -204,6 +207,7 @@ class SharedSlices:
 
     def release(self) -> None:
         """This rank has ended to compute with the parameters."""
+        self._is_used = False
         if self._policy.share_storage:
             self._released += 1
             self._counters[self._axis.rank].publish(_RELEASED, self._released)
@@ -219,6 +223,22 @@ class SharedSlices:
         end_use = self._end_use()
         if end_use is not None and not torch_private.in_backward():
             end_use()
+
+    @property
+    def is_in_use(self) -> bool:
+        """Whether this rank uses others' slices, or others have yet to end a use that it has ended."""
+        counts = ((_LANDED, self._landed), (_RELEASED, self._released))
+        return self._is_used or not all(
+            words.has_reached(*count)
+            for rank, words in enumerate(self._counters)
+            for count in counts
+            if rank != self._axis.rank
+        )
+
+    @property
+    def group_name(self) -> str:
+        """Of the ranks that share them."""
+        return self._axis.peers.name
 
     @property
     def storages(self) -> list[int]:
@@ -305,30 +325,42 @@ _optimizer_hooks: list[RemovableHandle] = []
 
 
 def _before_step(optimizer: torch.optim.Optimizer, *_: object) -> None:
-    guarded = list(_guarded)
-    if _may_write(optimizer, guarded):
-        # First all uses end: the order of a set is another on each rank, and two ranks that began with
-        # different groups would wait for each other.
-        for slices in guarded:
-            slices.end_use()
-        for slices in guarded:
-            slices.await_copied()
-            slices.await_released()
+    written = _written_by(optimizer, list(_guarded))
+    # First all uses end: the order of a set is another on each rank, and two ranks that began with
+    # different groups would wait for each other.
+    for slices in written:
+        slices.end_use()
+    for slices in written:
+        slices.await_copied()
+        slices.await_released()
     if not _guarded:
         while _optimizer_hooks:
             _optimizer_hooks.pop().remove()
 
 
-def _may_write(optimizer: torch.optim.Optimizer, guarded: Sequence[SharedSlices]) -> bool:
-    """Whether some rank's slices may be what the optimizer updates.
+def _written_by(
+    optimizer: torch.optim.Optimizer, guarded: Sequence[SharedSlices]
+) -> list[SharedSlices]:
+    """Those which the optimizer may update.
 
-    One of plain tensors alone, elsewhere in memory, may be stepped by one rank, and must wait for nobody.
+    It may have copies of slices in another dtype, sharded alike, which it then writes back. What is
+    sharded over other ranks, or not at all, is stepped by those ranks alone, and waits for nobody.
     """
-    params = [param for group in optimizer.param_groups for param in group["params"]]
-    if not params or any(isinstance(param, DTensor) for param in params):
-        return True
-    storages = {start for slices in guarded for start in slices.storages}
-    return any(param.untyped_storage().data_ptr() in storages for param in params)
+    used = [slices for slices in guarded if slices.is_in_use]
+    if not used:
+        return []
+    owners: dict[int | None, SharedSlices] = {}
+    for slices in used:
+        owners.update(dict.fromkeys(slices.storages, slices))
+    written: dict[SharedSlices, None] = {}
+    groups: set[str] = set()
+    for param in (param for group in optimizer.param_groups for param in group["params"]):
+        local = param.to_local() if isinstance(param, DTensor) else param
+        if (owner := owners.get(torch_private.storage_start(local))) is not None:
+            written[owner] = None
+        elif isinstance(param, DTensor):
+            groups.update(group.group_name for group in param.device_mesh.get_all_groups())
+    return [slices for slices in used if slices in written or slices.group_name in groups]
 
 
 def _is_one_copy(row: _Row) -> bool:

@@ -90,3 +90,11 @@ def writes_first_argument(op: torch._ops.OpOverload) -> bool:
     """Whether the operator works in place, so that its result is its first argument itself."""
     first = op._schema.arguments[:1]
     return any(each.alias_info is not None and each.alias_info.is_write for each in first)
+
+
+def storage_start(tensor: torch.Tensor) -> int | None:
+    """Where the tensor's storage begins; None of one that has none, such as a wrapper of others."""
+    try:
+        return tensor.untyped_storage().data_ptr()
+    except (RuntimeError, NotImplementedError):
+        return None

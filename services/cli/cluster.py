@@ -48,7 +48,9 @@ def capacity() -> None:
 
 @answers
 def pools() -> None:
-    """List the pools that bring nodes when a job fits no free one, and what they have brought.
+    """List the pools that bring nodes, and what they have brought.
+
+    A pool brings nodes when a job fits no free one.
 
     Example:
       meshloom pools

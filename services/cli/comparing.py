@@ -78,9 +78,10 @@ def compare(a: Job, b: Job) -> None:
 
 def spec_differences(a: Mapping[str, Any], b: Mapping[str, Any]) -> Iterator[Difference]:
     """The fields in which two specs differ, in their order."""
-    if isinstance(a.get("plan"), Mapping) != isinstance(b.get("plan"), Mapping):
-        # One says in a word what the other says in fields: they differ in the whole, not in each field.
-        a, b = ({**each, "plan": _plan_in_a_word(each.get("plan"))} for each in (a, b))
+    for field, in_a_word in (("plan", _plan_in_a_word), ("mesh", _mesh_in_a_word)):
+        if isinstance(a.get(field), Mapping) != isinstance(b.get(field), Mapping):
+            # One says in a word what the other says in fields: they differ in the whole, not in each field.
+            a, b = ({**each, field: in_a_word(each.get(field))} for each in (a, b))
     flat_a, flat_b = dict(_flat(a)), dict(_flat(b))
     for field in dict.fromkeys([*flat_a, *flat_b]):
         values = flat_a.get(field, _UNSAID), flat_b.get(field, _UNSAID)
@@ -130,6 +131,12 @@ def _plan_in_a_word(plan: object) -> object:
     units = plan.get("units")
     count = len(units) if isinstance(units, list) else 0
     return f"a layout with {plural(count, 'unit')} of its own" if count else "a layout of its own"
+
+
+def _mesh_in_a_word(mesh: object) -> object:
+    if not isinstance(mesh, Mapping):
+        return mesh
+    return " x ".join(f"{axis} {size}" for axis, size in mesh.items())
 
 
 def _flat(value: object, path: str = "") -> Iterator[tuple[str, str]]:

@@ -1,6 +1,7 @@
 """Changing a job's course: stop it, go on with it, change what of it may be changed."""
 
 from enum import StrEnum
+from pathlib import Path
 from typing import Annotated, Any, Final
 
 import typer
@@ -136,11 +137,21 @@ def patch(  # noqa: PLR0913 (what of a job may be changed)
         str | None,
         typer.Option(metavar="MIN:MAX", help="Bounds of an elastic job; either may be left out."),
     ] = None,
+    file: Annotated[
+        Path | None,
+        typer.Option(
+            "--file",
+            metavar="FILE",
+            help="A merge patch in YAML instead of options; - reads standard input.",
+        ),
+    ] = None,
 ) -> None:
     """Change the priority, labels, retention or bounds of a job.
 
     Examples:
       meshloom patch last --priority 5 --label team=vision
+
+      echo 'priority: 5' | meshloom patch last --file -
 
       meshloom patch my-model --keep-last 3 --keep-best accuracy:max:2
     """
@@ -157,13 +168,17 @@ def patch(  # noqa: PLR0913 (what of a job may be changed)
         wanted["faults"] = {"max_restarts": max_restarts}
     if world is not None:
         wanted["resources"] = {"world": _bounds(world)}
-    if not wanted:
+    if bool(wanted) == (file is not None):
         raise CliError(
             "say what to change: --priority, --label, --keep-last, --keep-best, --max-restarts or "
-            "--world"
+            "--world; or --file, alone"
         )
-    with connect() as client:
-        view = client.patch(job_id_of(client, job), read_model(JobPatch, wanted))
+    from services.cli.spec_file import judged, read_text  # noqa: PLC0415 (it reads YAML)
+
+    source = None if file is None else read_text(file)
+    body = read_model(JobPatch, wanted if source is None else source.spec, source)
+    with connect() as client, judged(source, "patch"):
+        view = client.patch(job_id_of(client, job), body)
     if not as_data(view):
         console.print(f"{view.id} has revision {view.revision}")
 

@@ -1,6 +1,6 @@
 """What must be well before a job can run, looked at from the client's side, one finding each."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Final
 
@@ -12,6 +12,7 @@ from services.cli.connect import connect
 from services.cli.errors import CliError
 from services.cli.output import answers, as_data
 from services.cli.terminal import console
+from services.contract.api.views import NodeView
 from services.contract.words.states import NodeState
 
 _MOST_NAMED: Final = 5
@@ -85,6 +86,7 @@ def examine(client: Client) -> Iterator[Finding]:
         detail=f"{len(ready)} of {len(nodes.items)} ready",
         advice="start an agent: python -m services.worker.agent",
     )
+    yield from _storage(ready)
     for node in ready:
         accelerators = len(node.inventory.accelerators)
         yield Finding(
@@ -92,6 +94,36 @@ def examine(client: Client) -> Iterator[Finding]:
             healthy=True,
             detail=f"{node.inventory.cpu_slots} CPU slots, {accelerators} GPUs, "
             f"{len(node.jobs)} jobs",
+        )
+
+
+def _storage(nodes: Sequence[NodeView]) -> Iterator[Finding]:
+    """Whether nodes have the same storage of checkpoints; each names the one that it has."""
+    by_storage: dict[str, list[str]] = {}
+    for node in nodes:
+        if node.inventory.storage_id is not None:
+            by_storage.setdefault(node.inventory.storage_id, []).append(node.id)
+    unknown = [node.id for node in nodes if node.inventory.storage_id is None]
+    if unknown:
+        # No failure: an agent of an older version does not tell. One that cannot write there reports it elsewhere.
+        yield Finding(
+            "storage",
+            healthy=True,
+            detail=f"not known of {', '.join(unknown[:_MOST_NAMED])}: the agent could not use it when it started, "
+            "or is of an older version",
+        )
+    if len(nodes) > 1 and by_storage:
+        several = "; ".join(
+            f"{', '.join(names[:_MOST_NAMED])}: {name[:8]}" for name, names in by_storage.items()
+        )
+        yield Finding(
+            "storage",
+            healthy=len(by_storage) == 1,
+            detail=f"shared by {len(nodes) - len(unknown)} nodes"
+            if len(by_storage) == 1
+            else f"{len(by_storage)} different storages ({several})",
+            advice="mount one file system on all nodes at MESHLOOM_CHECKPOINT_ROOT, and restart the agents: a job "
+            "that moves does not find its checkpoints otherwise",
         )
 
 

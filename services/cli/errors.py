@@ -12,11 +12,14 @@
      +- SpecFileError      the file is not a job spec that could be sent
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from typing import TypeAlias
 
 from meshloom.client.errors import ClientError as CliError
 from meshloom.client.errors import RefusedError, UnreachableError
-from services.contract.words.problems import Problem, in_a_line
+from services.contract.words.problems import Fault, Problem, in_a_line
+
+Mark: TypeAlias = Callable[[str], tuple[int, int] | None]
 
 __all__ = [
     "CliError",
@@ -25,6 +28,7 @@ __all__ = [
     "SpecRefusedError",
     "UnknownNameError",
     "UnreachableError",
+    "in_their_places",
 ]
 
 
@@ -41,20 +45,29 @@ class SpecRefusedError(RefusedError):
 
     Args:
         problem: Its answer.
-        where: What the file is called.
-        mark: Line and column, from 1, of what a JSON pointer names; None: the file does not say it.
+        told: Its faults with their places, as ``in_their_places`` writes them.
     """
 
-    def __init__(
-        self, problem: Problem, where: str, mark: Callable[[str], tuple[int, int] | None]
-    ) -> None:
+    def __init__(self, problem: Problem, told: str) -> None:
         super().__init__(problem)
-        found = [(mark(fault.pointer), fault) for fault in problem.errors]
-        lines = [
-            f"\n  line {at[0]}, column {at[1]}, {in_a_line(fault)}"
-            for at, fault in sorted(found, key=lambda each: each[0] or ())
-            if at is not None
-        ]
-        lines += [f"\n  {in_a_line(fault)}" for at, fault in found if at is None]
-        count = f"{len(lines)} error{'s' * (len(lines) != 1)}"
-        self.args = (f"{where} is not a valid spec: {count}{''.join(lines)}",)
+        self.args = (told,)
+
+
+def in_their_places(faults: Sequence[Fault], where: str, mark: Mark, kind: str = "spec") -> str:
+    """Faults of a file, each on its line, in the order of the file.
+
+    Args:
+        faults: What is wrong.
+        where: What the file is called.
+        mark: Line and column, from 1, of what a JSON pointer names; None: the file does not say it.
+        kind: What the file should be.
+    """
+    found = [(mark(fault.pointer), fault) for fault in faults]
+    lines = [
+        f"\n  line {at[0]}, column {at[1]}, {in_a_line(fault)}"
+        for at, fault in sorted(found, key=lambda each: each[0] or ())
+        if at is not None
+    ]
+    lines += [f"\n  {in_a_line(fault)}" for at, fault in found if at is None]
+    count = f"{len(lines)} error{'s' * (len(lines) != 1)}"
+    return f"{where} is not a valid {kind}: {count}{''.join(lines)}"

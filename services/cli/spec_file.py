@@ -21,7 +21,13 @@ from ruamel.yaml.events import (
     SequenceStartEvent,
 )
 
-from services.cli.errors import CliError, RefusedError, SpecFileError, SpecRefusedError
+from services.cli.errors import (
+    CliError,
+    RefusedError,
+    SpecFileError,
+    SpecRefusedError,
+    in_their_places,
+)
 from services.cli.spec_places import SpecText
 from services.contract.api.pointers import faults_of
 from services.contract.jobs.bounded_json import INT_END, MAX_DEPTH
@@ -56,8 +62,8 @@ def read_text(path: Path) -> SpecText:
 
 
 @contextlib.contextmanager
-def judged(source: SpecText | None) -> Iterator[None]:
-    """A refusal within the block is one of this spec: its faults are told with their lines.
+def judged(source: SpecText | None, kind: str = "spec") -> Iterator[None]:
+    """A refusal within the block is one of this spec (or patch): its faults are told with their lines.
 
     Raises:
         SpecRefusedError: The controller refused the spec.
@@ -67,7 +73,8 @@ def judged(source: SpecText | None) -> Iterator[None]:
     except RefusedError as error:
         if source is None or not error.problem.errors:
             raise
-        raise SpecRefusedError(error.problem, source.where, source.mark) from None
+        told = in_their_places(error.problem.errors, source.where, source.mark, kind)
+        raise SpecRefusedError(error.problem, told) from None
 
 
 def spec_of(text: str, where: str) -> dict[str, Any]:

@@ -165,6 +165,7 @@ async def serve(
             drawing,
             lambda: leader.trouble or next(iter(troubles.values()), None),
             Uploads(CodeLimits(settings.max_code_mib << 20, settings.max_code_store_mib << 20)),
+            settings.max_priority,
             FolderExports(settings.checkpoint_root),
             webhooks,
             tracing,

@@ -17,6 +17,7 @@ from services.contract.jobs.code_archives import (
     MOST_CODE_MIB,
 )
 from services.contract.jobs.entry_points import EntryPoints, entry_points
+from services.contract.jobs.specs import HIGHEST_PRIORITY
 from services.contract.redis.redis_address import redis_address
 
 MIN_PASSWORD_CHARACTERS: Final = 16
@@ -110,6 +111,12 @@ class Settings(BaseSettings):
         ge=1,
         le=10_000_000,
         description="Jobs that are kept of each owner, those that have ended included; a further one gets 409.",
+    )
+    max_priority: int = Field(
+        default=HIGHEST_PRIORITY,
+        ge=0,
+        le=HIGHEST_PRIORITY,
+        description="The highest priority that submitters may give a job; operators may give any.",
     )
     max_connections: int = Field(
         default=512,

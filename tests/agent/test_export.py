@@ -17,6 +17,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from services.contract.storage.commit_chain import CommitChain
+from services.contract.storage.exports import EXPORT_MANIFEST
 from services.contract.storage.manifests import AttemptOpened, Manifest, ShardFile
 from services.contract.words.ids import checkpoint_id
 from services.worker.agent.storage import export as exporting
@@ -144,6 +145,39 @@ def test_boxes_of_rows_and_of_columns_become_whole_tensors_of_the_model_alone(
     }
     assert outcome.bytes == (folder / "model.safetensors").stat().st_size
     assert export(tmp_path) == outcome, "a second export takes the first one's place"
+
+
+@pytest.mark.parametrize("readers", [True, False])
+def test_the_group_of_the_storage_may_read_exports_and_nothing_else(
+    tmp_path: Path,
+    readers: bool,  # noqa: FBT001 a case
+) -> None:
+    root = tmp_path / "storage"
+    root.mkdir()
+    if os.getuid() == 0:  # only root may give files to a group that it is not of
+        os.chown(root, -1, 10_001)
+    root.chmod(0o750 if readers else 0o700)
+    before = os.umask(0o077)
+    try:
+        commit(root, ROWS_AND_COLUMNS)
+        export(root)
+    finally:
+        os.umask(before)
+    group = root.stat().st_gid
+
+    def may(path: Path) -> int:
+        about = path.stat()
+        return (about.st_mode & 0o070) >> 3 if about.st_gid == group else 0
+
+    job = root / JOB
+    folder = job / "exports" / NAME
+    files = [*folder.iterdir()]
+    assert {path.name for path in files} == {"model.safetensors", EXPORT_MANIFEST}
+    shared = [may(job), may(job / "exports"), may(folder), *map(may, files)]
+    assert shared == ([0o1, 0o5, 0o5, 0o4, 0o4] if readers else [0] * 5)
+    assert not any(path.stat().st_mode & 0o007 for path in [job, folder, *files])
+    shards = CommitChain(root, JOB).shard_folder(NAME)
+    assert not any(path.stat().st_mode & 0o077 for path in [shards, *shards.iterdir()])
 
 
 def test_averages_of_the_weights_get_a_file_of_their_own(tmp_path: Path) -> None:

@@ -240,3 +240,20 @@ def test_a_shard_in_which_the_file_system_keeps_no_zeros_is_a_shard(tmp_path: Pa
     os.truncate(path, len(weights) + moments)
     digest = hashlib.sha256(weights + bytes(moments)).hexdigest()
     assert fault_of(path, ShardFile(rank=0, name="shard", bytes=4 << 20, sha256=digest)) is None
+
+
+def test_a_shard_on_a_storage_that_knows_no_holes_is_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seek = os.lseek
+
+    def refuse_holes(descriptor: int, position: int, from_where: int) -> int:
+        if from_where in {os.SEEK_HOLE, os.SEEK_DATA}:
+            raise OSError(errno.EINVAL, "Invalid argument")
+        return seek(descriptor, position, from_where)
+
+    monkeypatch.setattr(os, "lseek", refuse_holes)
+    path, content = tmp_path / "shard", b"x" * 100
+    path.write_bytes(content)
+    digest = hashlib.sha256(content).hexdigest()
+    assert fault_of(path, ShardFile(rank=0, name="shard", bytes=100, sha256=digest)) is None

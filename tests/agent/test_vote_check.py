@@ -13,6 +13,7 @@ from services.contract.storage.commit_chain import CommitChain
 from services.contract.storage.manifests import ShardFile
 from services.contract.words.ids import checkpoint_id
 from services.worker.agent.gangs.vote_check import VoteCheck
+from services.worker.agent.storage import job_storage
 from tests.agent.conftest import JOB
 
 CONTENT = b"seven b"
@@ -103,7 +104,20 @@ def test_more_votes_than_can_wait_are_refused_and_none_is_forgotten(
     assert refused == ["64 of the rank's votes wait for a check"] * 36
 
 
-def test_a_check_that_is_over_gives_up_a_shard_of_any_size(tmp_path: Path, folder: Path) -> None:
+def test_of_large_shards_two_wait_and_further_ones_are_refused(
+    tmp_path: Path, folder: Path
+) -> None:
+    (folder / "rank-0.bin").write_bytes(CONTENT)
+    large = [vote(size=12 << 30)] * 5
+    found = checked(tmp_path, *large, *[vote(1)] * 5)
+    refused = [fault for fault in found if fault is not None and "wait for a check" in fault]
+    assert refused == ["2 of the rank's votes wait for a check, 36 GiB"] * 3
+
+
+def test_a_check_that_is_over_gives_up_a_shard_of_any_size(
+    tmp_path: Path, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(job_storage, "is_hollow", lambda _: False)
     with (folder / "rank-0.bin").open("wb") as file:
         file.truncate(1 << 40)  # no disk has to hold it, and nobody could read it to its end
 

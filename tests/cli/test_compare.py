@@ -24,6 +24,10 @@ def test_a_plan_in_a_word_differs_from_one_in_fields_as_a_whole() -> None:
     (found,) = spec_differences(said, planned)
     assert (found.field, found.a) == ("plan", "default")
     assert found.b == "a layout with 2 units of its own"
+    meshes = list(spec_differences({"mesh": "auto"}, {"mesh": {"dp_shard": 2, "tp": 1}}))
+    assert [(each.field, each.a, each.b) for each in meshes] == [
+        ("mesh", "auto", "dp_shard 2 x tp 1")
+    ]
     wider = planned | {"plan": {"mesh": {"dp_shard": 4}, "units": [{"modules": ["a"]}, {}]}}
     assert [each.field for each in spec_differences(planned, wider)] == ["plan.mesh.dp_shard"]
 

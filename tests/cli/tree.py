@@ -7,7 +7,7 @@ from typing import Any, Final
 from services.cli.app import COMMANDS
 from services.cli.lazy import load
 
-GROUPS: Final = frozenset({"tokens", "data"})
+GROUPS: Final = frozenset({"tokens", "data", "webhooks"})
 
 
 @dataclass(frozen=True)

@@ -14,6 +14,7 @@ from fastapi.testclient import TestClient
 from redis import Redis
 
 from services.contract.jobs.entry_points import EntryPoints
+from services.contract.jobs.specs import HIGHEST_PRIORITY
 from services.controller.adapters.redis import redis_ports
 from services.controller.api.app import create_app
 from services.controller.api.context import Context
@@ -95,7 +96,7 @@ def job_body(**changes: object) -> dict[str, object]:
 
 
 @contextlib.contextmanager
-def open_house(
+def open_house(  # noqa: PLR0913 one parameter a setting
     redis_url: str,
     policy: AccessPolicy,
     *,
@@ -103,6 +104,7 @@ def open_house(
     entry_points: EntryPoints = ANYTHING,
     plan_wait_s: float = 20.0,
     replays: bool = True,
+    most_priority: int = HIGHEST_PRIORITY,
 ) -> Iterator[House]:
     """A controller on ``redis_url`` until the block ends; then all histories are replayed.
 
@@ -124,6 +126,7 @@ def open_house(
             lambda: leader.epoch,
             entry_points,
             drawing=drawing,
+            most_priority=most_priority,
         )
         ended = portal.call(_event)
         leading = portal.start_task_soon(_lead, leader, ended) if leads else None

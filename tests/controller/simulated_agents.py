@@ -4,6 +4,7 @@ So one process can be the agents of a cluster.
 """
 
 import asyncio
+import contextlib
 from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Final
@@ -27,7 +28,12 @@ from services.contract.storage.manifests import ShardFile
 from services.contract.words.ids import checkpoint_id
 from services.worker.agent.streams.inbox import Inbox
 from services.worker.agent.streams.outbox import Outbox
-from services.worker.agent.streams.redis_clients import waiting_client, writing_client
+from services.worker.agent.streams.redis_clients import (
+    REDIS_AWAY,
+    waiting_client,
+    while_away,
+    writing_client,
+)
 from services.worker.agent.telemetry.beat import Beat, GangKey
 from services.worker.agent.telemetry.gang_telemetry import Records
 
@@ -83,7 +89,9 @@ class SimulatedAgent:
             inbox = Inbox(
                 waiting, self._node_id, self._handler(outbox), _refuse, outbox.acknowledge
             )
-            await self._beat_once(beat)
+            async for attempt in while_away(_say_away):
+                with attempt:
+                    await self._beat_once(beat)
             if not self._gangs:
                 outbox.tell(self._joined())
             async with asyncio.TaskGroup() as group:
@@ -91,7 +99,8 @@ class SimulatedAgent:
                 group.create_task(inbox.run())
                 while True:
                     await asyncio.sleep(self._beat_s)
-                    await self._beat_once(beat)
+                    with contextlib.suppress(*REDIS_AWAY):  # the next one is the same again
+                        await self._beat_once(beat)
 
     def _joined(self) -> NodeJoined:
         inventory = Inventory(
@@ -206,6 +215,10 @@ def _exit(seat: RankPlacement, step: int) -> RankExit:
         phase="FINISHED",
         finished=True,
     )
+
+
+def _say_away(_why: str) -> None:
+    """Others say it."""
 
 
 def _refuse(body: str, why: str) -> None:

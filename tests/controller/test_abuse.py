@@ -20,9 +20,10 @@ from services.cli.errors import RefusedError
 from services.contract.messages.telemetry import LogLine
 from services.contract.redis import redis_keys as keys
 from services.contract.words.problems import MOST_FAULTS
+from services.controller.api.guard import AccessPolicy
 from services.controller.api.middleware import MAX_BODY_BYTES, BodyLimit
 from services.local.embedded_redis import EmbeddedRedis
-from tests.controller.conftest import job_body
+from tests.controller.conftest import job_body, open_house
 from tests.controller.test_connections import answered
 from tests.controller.test_process import Controller, started
 from tests.waiting import until
@@ -93,6 +94,37 @@ def test_nobody_has_more_unfinished_jobs_than_the_bound_and_others_still_have_th
         assert submit(sue | {"Idempotency-Key": "a"}).status_code == 409
         controller.client.post(f"/v1/jobs/{jobs[1]}/cancel", headers=sue)
         until(lambda: submit(sue).status_code == 201)
+
+
+# --- priority -----------------------------------------------------------------------------------
+
+
+def test_a_submitter_gives_no_job_a_higher_priority_than_the_controller_allows(
+    redis_url: str,
+) -> None:
+    with open_house(redis_url, AccessPolicy(BOOTSTRAP), leads=False, most_priority=10) as house:
+        client = house.client
+        operator = {"Authorization": f"Bearer {BOOTSTRAP}"}
+        body = {"subject": "sue", "scope": "submitter"}
+        token = client.post("/v1/tokens", json=body, headers=operator).json()["token"]
+        sue = {"Authorization": f"Bearer {token}"}
+
+        def submit(priority: int, headers: dict[str, str]) -> Response:
+            return client.post("/v1/jobs", json=job_body(priority=priority), headers=headers)
+
+        own, urgent = submit(10, sue).json()["id"], submit(1000, operator).json()["id"]
+        shown = sue | {"If-Match": "*"}
+        for refused, place in (
+            (submit(11, sue), "/priority"),
+            (client.post(f"/v1/jobs/{urgent}/clone", headers=sue), "/overrides/priority"),
+            (client.patch(f"/v1/jobs/{own}", json={"priority": 11}, headers=shown), "/priority"),
+        ):
+            (fault,) = refused.json()["errors"]
+            assert (refused.status_code, fault["pointer"]) == (422, place)
+            assert fault["code"] == "priority_not_allowed"
+        assert (
+            client.patch(f"/v1/jobs/{own}", json={"priority": 9}, headers=shown).status_code == 200
+        )
 
 
 # --- bodies -------------------------------------------------------------------------------------

@@ -14,7 +14,9 @@ from services.contract.words.states import JobState
 from services.controller.adapters.memory import memory_ports
 from services.controller.adapters.memory.server import MemoryServer
 from services.controller.adapters.redis.job_rows import KnownRows, Row, read_row
+from services.controller.api import middleware
 from services.controller.api.concurrency import Shares, Turns
+from services.controller.api.middleware import BodyLimit
 from services.controller.api.monitoring import Monitor
 from services.controller.domain.access.token import Principal
 from services.controller.ports.jobs import JobStore, Stored
@@ -96,6 +98,72 @@ async def test_a_subjects_requests_are_worked_on_a_few_at_a_time_and_streams_cou
     assert crowd.most == {"max": 8, "mia": 3}
 
 
+@pytest.mark.parametrize(("method", "path"), [("GET", "/stream"), ("POST", "/v1/plans")])
+async def test_a_subject_has_no_more_than_its_share_of_the_connections(
+    method: str, path: str
+) -> None:
+    may_end, answers = asyncio.Event(), list[tuple[str, int]]()
+
+    async def app(_scope: Scope, _receive: Receive, send: Send) -> None:
+        await may_end.wait()
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        await send({"type": "http.response.body"})
+
+    shares = Shares(app)
+
+    async def ask(subject: str) -> None:
+        async def note(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                answers.append((subject, message["status"]))
+
+        asks = Principal(subject=subject, scope=TokenScope.SUBMITTER)
+        state = {"principal": asks, "request_id": "r"}
+        scope = {"type": "http", "method": method, "path": path, "headers": [], "state": state}
+        await shares(scope, _nothing, note)
+
+    async with asyncio.TaskGroup() as group:
+        asked = [group.create_task(ask("max")) for _ in range(500)]
+        group.create_task(ask("mia"))
+        await asyncio.wait(asked[128:])
+        may_end.set()
+    assert answers.count(("max", 429)) == 500 - 128
+    assert answers.count(("max", 200)) == 128
+    assert ("mia", 200) in answers
+
+
+async def test_large_bodies_take_turns_by_subject_and_few_of_one_wait(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(middleware, "_TURN_S", 0)
+    served, refused = list[str](), list[int]()
+
+    async def app(scope: Scope, _receive: Receive, send: Send) -> None:
+        served.append(scope["state"]["principal"].subject)
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+
+    limit = BodyLimit(app)
+
+    async def ask(subject: str) -> None:
+        async def body() -> Message:
+            return {"type": "http.request", "body": bytes(20_000), "more_body": False}
+
+        async def note(message: Message) -> None:
+            if message.get("status") == 429:
+                refused.append(429)
+
+        asks = Principal(subject=subject, scope=TokenScope.SUBMITTER)
+        state = {"principal": asks, "request_id": "r"}
+        scope = {"type": "http", "method": "POST", "path": "/", "headers": [], "state": state}
+        await limit(scope, body, note)
+
+    async with asyncio.TaskGroup() as group:
+        for subject in ["max"] * 100 + ["mia"]:
+            group.create_task(ask(subject))
+    assert served.count("max") == 32
+    assert len(refused) == 68
+    assert "mia" in served[:3]
+
+
 async def _nothing() -> Message:
     return {"type": "http.disconnect"}
 
@@ -175,3 +243,24 @@ def test_what_was_read_is_known_until_it_changes_and_no_more_than_so_much() -> N
     assert [known.get(row) is not None for row in rows] == [False, True, True]
     known.forget(rows[1].job_id)
     assert known.get(rows[1]) is None
+
+
+def test_jobs_that_have_ended_take_no_place_of_others_and_little_of_their_own() -> None:
+    def row(number: int, state: JobState) -> Row:
+        job = new_job().model_copy(update={"id": f"job_{number:026}", "state": state})
+        return Row(job.id, job.model_dump_json(), "1", {})
+
+    running = row(0, JobState.RUNNING)
+    size = len(str(running.doc))
+    known = KnownRows(2 * size, ended_characters=3 * size)
+    ended = [row(number, JobState.SUCCEEDED) for number in range(1, 101)]
+    for each in (running, *ended):
+        known.put(each, read_row(each))
+    assert known.get(running) is not None
+    kept = [known.get(each) is not None for each in ended]
+    assert sum(kept) == 2
+    # One that ends is no longer kept among the others.
+    over = row(0, JobState.FAILED)
+    known.put(over, read_row(over))
+    assert known.get(running) is None
+    assert known.get(over) is not None

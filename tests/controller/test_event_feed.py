@@ -33,6 +33,11 @@ def test_events_of_all_jobs_are_chosen_by_kind_job_owner_and_label(quiet_house: 
     assert told("label=team%3Da") == [everything[0], everything[2]]
     assert told("owner=local") == everything
     assert told("owner=somebody") == []
+    assert quiet_house.client.delete(f"/v1/jobs/{first}").status_code == 204
+    assert told("label=team%3Da") == [everything[0], everything[2]]
+    assert told("label=team%3Db") == everything[1:2]
+    assert told("owner=local&kind=job.cancelled") == everything[2:]
+    assert told("owner=somebody") == []
 
 
 def test_pages_of_the_feed_follow_each_other(quiet_house: House) -> None:

@@ -1,23 +1,30 @@
 """``meshloom ls`` and ``logs`` narrowed down, and moments as people type them."""
 
+import contextlib
 import json
+import os
+import pty
 import re
+import select
+import signal
+import sys
 from collections.abc import Callable
 from datetime import UTC, datetime, timedelta
 
 import pytest
 import typer
 from redis import Redis
-from typer.testing import CliRunner
+from typer.testing import CliRunner, Result
 
 from services.cli import jobs
 from services.cli.app import app
-from services.cli.errors import CliError
+from services.cli.errors import CliError, RefusedError
 from services.cli.terminal import console
 from services.cli.times import moment
 from services.contract.messages.commands import LaunchGang
 from services.contract.messages.facts import GangProgressed
 from services.contract.messages.telemetry import MetricRecord
+from services.local.settings import child_environment
 from tests.controller.agent_double import AgentDouble
 from tests.controller.conftest import job_body
 from tests.controller.test_process import Controller, started
@@ -73,6 +80,7 @@ def test_jobs_and_lines_are_sorted_and_narrowed(
         _things_are_named(controller, agent, gang, typed)
         _events_of_all_pages_are_listed(newest, typed, monkeypatch)
         _a_spec_is_read_from_standard_input()
+        _top_is_live_until_ctrl_c(controller)
 
 
 def _lines_are_narrowed(job_id: str, typed: Callable[..., str]) -> None:
@@ -115,6 +123,7 @@ def _things_are_named(
     for each in (*found.values(), gang.job_id, again):
         assert each in several
     assert "no job has the name 'nobody'" in _refused("status", "nobody")
+    _a_patch_is_read_from_a_file(typed)
     first, second = agent.saves(gang, 2), agent.saves(gang, 3)
     until(lambda: typed("checkpoints", gang.job_id).count("COMMITTED") == 2)
     for said, meant in (
@@ -131,6 +140,25 @@ def _things_are_named(
     wrong = _refused("status", first)
     assert wrong == f"{first} is the id of a checkpoint, not of a job; its job is {gang.job_id}"
     assert "give the id of the checkpoint" in _refused("rm-checkpoint", gang.job_id)
+
+
+def _a_patch_is_read_from_a_file(typed: Callable[..., str]) -> None:
+    def patched(text: str) -> Result:
+        return CliRunner().invoke(app, ["patch", "slow", "--file", "-"], input=text)
+
+    assert patched("labels:\n  team: vision\n  kind: null\n").exit_code == 0
+    assert json.loads(typed("status", "slow", "--json"))["labels"] == {"team": "vision"}
+    # The shape is wrong, which the command sees itself; then what only the controller knows.
+    wrong = str(
+        patched("labels:\n  team: vision\ncheckpoint:\n  keep_lost: 3\ntrain: {}\n").exception
+    )
+    assert wrong.startswith("standard input is not a valid patch: 2 errors\n  line 4, column 3, ")
+    assert "did you mean 'keep_last'?" in wrong
+    assert "\n  line 5, column 1, /train" in wrong
+    refused = patched("priority: 1\nresources:\n  world:\n    min: 2\n").exception
+    assert isinstance(refused, RefusedError)
+    assert "is not a valid patch: 1 error\n  line 3, column 3, /resources/world: " in str(refused)
+    assert "--file, alone" in _refused("patch", "slow", "--file", "-", "--priority", "1")
 
 
 def _events_of_all_pages_are_listed(
@@ -150,6 +178,42 @@ def _a_spec_is_read_from_standard_input() -> None:
     assert json.loads(done.stdout)["name"] == "piped"
     refused = CliRunner().invoke(app, ["submit", "-"], input="a: [")
     assert "standard input is not valid YAML: line 1" in str(refused.exception)
+
+
+def _top_is_live_until_ctrl_c(controller: Controller) -> None:
+    """On a terminal of its own, 30 lines of 100 columns."""
+    url = str(controller.client.base_url)
+    environment = child_environment(MESHLOOM_URL=url, TERM="xterm", COLUMNS="100", LINES="30")
+    child, terminal = pty.fork()
+    if child == 0:
+        words = [sys.executable, "-m", "services.cli", "top", "--every", "0.5"]
+        os.execve(sys.executable, words, environment)  # noqa: S606 ourselves
+    shown = bytearray()
+
+    def shows(text: str) -> bool:
+        if select.select([terminal], [], [], 0)[0]:
+            with contextlib.suppress(OSError):  # nobody is at the other end any more
+                shown.extend(os.read(terminal, 1 << 16))
+        return text.encode() in shown
+
+    try:
+        until(lambda: shows("job on nodes"))
+        until(lambda: shows("slow"))
+        assert b"came-while-watched" not in shown
+        body = job_body(name="came-while-watched", priority=9)
+        controller.client.post("/v1/jobs", json=body).raise_for_status()
+        until(lambda: shows("came-while-watched"))
+        os.write(terminal, b"\x03")
+        # The screen is given back, with its cursor, before the command ends.
+        until(lambda: shows("\x1b[?1049l") and b"\x1b[?25h" in shown)
+        _, status = os.waitpid(child, 0)
+        assert os.waitstatus_to_exitcode(status) == 130
+        child = 0
+    finally:
+        os.close(terminal)
+        if child:
+            os.kill(child, signal.SIGKILL)
+            os.waitpid(child, 0)
 
 
 def _refused(*words: str) -> str:

@@ -41,6 +41,7 @@ LET_IN: dict[str, set[str]] = {
     "GET /v1/jobs/{job_id}/metrics": LOOKING,
     "GET /v1/nodes": LOOKING,
     "GET /v1/nodes/{node_id}": LOOKING | {"its agent"},
+    "GET /v1/pools": LOOKING,
     "GET /v1/queue": LOOKING,
     "GET /v1/capacity": LOOKING,
     "POST /v1/nodes/{node_id}/drain": OPERATING | {"its agent"},

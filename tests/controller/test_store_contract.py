@@ -257,6 +257,48 @@ async def test_a_repeated_request_is_answered_where_its_owner_may_have_no_more(
     assert await of_three.jobs.claimed(Claim("sue", "b", "digest")) is None
 
 
+async def test_the_newest_claims_of_a_subject_are_kept_and_those_of_others(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(keys, "CLAIMS_KEPT", 3)
+    store = world.ports.jobs
+    others = Claim("sam", "key", "digest")
+    await world.keep(job(1), others)
+    claims = [Claim("sue", f"key-{number}", "digest") for number in range(5)]
+    for number, claim in enumerate(claims):
+        await world.keep(job(10 + number), claim)
+    kept = [claim for claim in (others, *claims) if await store.claimed(claim) is not None]
+    assert kept == [others, *claims[2:]]
+
+
+async def test_of_an_owners_plans_the_oldest_that_are_made_are_forgotten(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(keys, "PLANS_KEPT", 3)
+    plans = world.ports.plans
+
+    def made(number: int, owner: str = "sue") -> Plan:
+        return plan(number).model_copy(update={"owner": owner, "created_ms": 1_000_000 + number})
+
+    first, of_sam, second = made(1), made(2, "sam"), made(3)
+    for each in (first, of_sam, second):
+        await plans.keep(each, ASK, None)
+    await plans.conclude(fail(second, "crashed", "it crashed"))
+    later = [made(number) for number in range(4, 7)]
+    for each in later:
+        await plans.keep(each, ASK, None)
+    # The first is being made yet, and nobody takes another's place.
+    expected = [each.id for each in (*later[::-1], of_sam, first)]
+    assert [each.id for each in await plans.page(None, 9)] == expected
+    with pytest.raises(NotFoundError):
+        await plans.load(second.id)
+    late = plan(7).model_copy(
+        update={"owner": "sue", "created_ms": 1_100_000, "answer_by_ms": 1_160_000}
+    )
+    await plans.keep(late, ASK, None)
+    assert first.id not in [each.id for each in await plans.page(None, 9)]
+
+
 def _queued(before: Job) -> Job:
     return before.model_copy(update={"state": JobState.QUEUED})
 

@@ -134,7 +134,12 @@ async def _killed_half_way(
 ) -> None:
     """Have the agents run all jobs; the leader is killed while most of them wait."""
 
+    tasks: list[asyncio.Task[None]] = []
+
     def ended() -> int:
+        for task in tasks:
+            if task.done():
+                task.result()
         return sum(len(agent.ended) for agent in agents)
 
     async with redis_ports(redis_url) as ports:
@@ -144,7 +149,7 @@ async def _killed_half_way(
             job_id = new_job_id(now_ms + number, os.urandom(10))
             job = Job(id=job_id, spec=wanted, created_ms=now_ms, updated_ms=now_ms)
             await ports.jobs.create(first_decision(job), Actor("test"), None)
-        tasks = [asyncio.create_task(agent.run()) for agent in agents]
+        tasks += [asyncio.create_task(agent.run()) for agent in agents]
         await asyncio.to_thread(until, lambda: ended() >= JOBS // 4)
         os.kill(leading.process.pid, signal.SIGKILL)
         assert ended() < JOBS

@@ -1,16 +1,25 @@
 """An agent without ranks: it says to Redis what a real one would say, when a test wants it said."""
 
-from collections.abc import Iterable
+import hashlib
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Final, TypeVar, cast
 
 from pydantic import BaseModel
 from redis import Redis
 
 from services.contract.messages.base import OfAttempt
-from services.contract.messages.commands import COMMAND, Command, CommitCheckpoint, LaunchGang
+from services.contract.messages.commands import (
+    COMMAND,
+    Command,
+    CommitCheckpoint,
+    ExportCheckpoint,
+    LaunchGang,
+)
 from services.contract.messages.facts import (
     CheckpointBegan,
+    CheckpointExported,
     CheckpointLinked,
     CheckpointVoted,
     Evaluated,
@@ -19,11 +28,13 @@ from services.contract.messages.facts import (
     GangProgressed,
     Inventory,
     NodeJoined,
+    NodeLeft,
     RankExit,
 )
 from services.contract.messages.probing import NodeMeasured, ProbeModel
 from services.contract.messages.telemetry import LogLine, MetricRecord, RankSample, StepRecord
 from services.contract.redis import redis_keys
+from services.contract.storage.exports import EXPORT_MANIFEST, ExportedFile, ExportManifest
 from services.contract.storage.manifests import Manifest, ShardFile
 from services.contract.words import ids
 from services.contract.words.states import RankPhase
@@ -217,6 +228,34 @@ class ScriptedAgent:
             )
         )
         return name
+
+    def export(self, job_id: str, root: Path, files: Mapping[str, bytes]) -> None:
+        """Wait for the command to export a checkpoint, write these files, and say so."""
+        command = self.command(ExportCheckpoint, job_id)
+        folder = root / job_id / "exports" / command.checkpoint_id
+        folder.mkdir(parents=True)
+        named = [
+            ExportedFile(name=name, bytes=len(body), sha256=hashlib.sha256(body).hexdigest())
+            for name, body in files.items()
+        ]
+        for name, body in files.items():
+            (folder / name).write_bytes(body)
+        (folder / EXPORT_MANIFEST).write_text(ExportManifest(files=tuple(named)).model_dump_json())
+        self._tell(
+            CheckpointExported(
+                job_id=job_id,
+                fence=command.fence,
+                node_id=self.node_id,
+                checkpoint_id=command.checkpoint_id,
+                files=tuple(files),
+                bytes=sum(map(len, files.values())),
+            )
+        )
+
+    def leave(self) -> None:
+        """Say farewell; the lease is over."""
+        self._tell(NodeLeft(node_id=self.node_id, incarnation=self.incarnation))
+        self.redis.delete(redis_keys.node_lease(self.node_id))
 
     def crash(self, gang: LaunchGang, step: int, error: str, traceback: str) -> None:
         """End the gang by an exception on rank 1; the others are killed."""

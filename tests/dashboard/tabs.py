@@ -58,6 +58,7 @@ class Controller:
             probe.bind(("127.0.0.1", 0))
             port = int(probe.getsockname()[1])
         self.url = f"http://127.0.0.1:{port}"
+        self.storage = home / "checkpoints"
         self.client = Client(self.url, token)
         self._log = home / "controller.log"
         variables = {
@@ -65,6 +66,7 @@ class Controller:
             "MESHLOOM_HOME": str(home),
             "MESHLOOM_HOST": "127.0.0.1",
             "MESHLOOM_PORT": str(port),
+            "MESHLOOM_CHECKPOINT_ROOT": str(self.storage),
             **settings,
         } | ({"MESHLOOM_TOKEN": token} if token else {})
         inherited = child_environment()

@@ -5,10 +5,12 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Final
 
+import httpx
 import pytest
 from playwright.sync_api import Locator, Page, expect
 
 from services.contract.api.plan_views import PlanView
+from services.contract.api.requests import JobPatch
 from services.contract.api.views import JobView
 from services.contract.messages.commands import StopGang, TakeCheckpoint
 from services.contract.words.states import JobState
@@ -35,6 +37,23 @@ _COLOURED: Final = """(canvas) => {
     count += alpha > 200 && spread > 40 ? 1 : 0;
   }
   return count;
+}"""
+# All that a person can use, and what of it the focus has not been on.
+_CONTROLS: Final = """() => {
+  const all = [...document.querySelectorAll("a[href], button, input, select, textarea, summary, [tabindex='0']")];
+  window.unreached = new Set(all.filter((one) => !one.disabled && one.checkVisibility()));
+  return [...window.unreached].map((one) => one.outerHTML.slice(0, 80));
+}"""
+_UNREACHED: Final = """() => {
+  window.unreached.delete(document.activeElement);
+  for (const one of window.unreached) if (!one.isConnected) window.unreached.delete(one);
+  return [...window.unreached].map((one) => one.outerHTML.slice(0, 80));
+}"""
+# Whether a text ever stood on the page.
+_WATCH: Final = """(text) => {
+  window.told = false;
+  new MutationObserver(() => { window.told ||= document.body.innerText.includes(text); })
+    .observe(document.body, { childList: true, subtree: true, characterData: true });
 }"""
 _SHOW: Final = """(state) => {
   Object.defineProperty(document, "visibilityState", { configurable: true, get: () => state });
@@ -303,6 +322,17 @@ def test_pages_are_reached_and_jobs_are_opened_by_keyboard(scene: Scene, visit: 
     link.focus()
     page.keyboard.press("Enter")
     expect(page.get_by_role("heading", name="stdlib-gpt")).to_be_visible()
+    expect(page.locator("tr[data-rank]")).to_have_count(2)
+    expect(page.locator(".awaited")).to_have_count(0)
+    missed = page.evaluate(_CONTROLS)
+    assert len(missed) > 30
+    page.evaluate("document.activeElement.blur()")
+    for _ in range(len(missed) + 20):
+        page.keyboard.press("Tab")
+        missed = page.evaluate(_UNREACHED)
+        if not missed:
+            break
+    assert missed == []
     page.get_by_role("link", name="Nodes", exact=True).focus()
     page.keyboard.press("Enter")
     expect(page.get_by_role("heading", name="Nodes")).to_be_visible()
@@ -350,11 +380,18 @@ def test_a_lost_controller_is_told_and_the_last_data_stays(scene: Scene, visit: 
 
 @pytest.fixture
 def locked(redis_server: EmbeddedRedis, tmp_path: Path) -> Iterator[Controller]:
-    with Controller(redis_server.url, tmp_path, token="open-sesame") as controller:  # noqa: S106
-        yield controller
+    settings = {"MESHLOOM_MAX_STREAMS": "1"}
+    with Controller(redis_server.url, tmp_path, token="open-sesame", **settings) as controller:  # noqa: S106
+        # Its only stream is taken, so that it refuses those of pages.
+        headers = {"Authorization": "Bearer open-sesame", "Accept": "text/event-stream"}
+        with httpx.stream("GET", f"{controller.url}/v1/events", headers=headers) as taken:
+            taken.raise_for_status()
+            yield controller
 
 
-def test_a_token_is_asked_for_and_kept_for_the_tab(locked: Controller, visit: Open) -> None:
+def test_a_token_is_asked_for_and_kept_and_without_streams_pages_poll(
+    scene: Scene, locked: Controller, visit: Open
+) -> None:
     tab = visit(locked.url)
     page = tab.open("#/jobs")
     field = page.get_by_label("Bearer token")
@@ -368,7 +405,15 @@ def test_a_token_is_asked_for_and_kept_for_the_tab(locked: Controller, visit: Op
     page.reload()
     expect(page.locator("tr[data-job], .empty").first).to_be_visible()
     expect(page.get_by_label("Bearer token")).to_have_count(0)
+    page.evaluate(_WATCH, "Controller unreachable")
+    with page.expect_response(lambda answer: answer.status == 503 and "events" in answer.url):
+        page.goto(f"{tab.origin}/#/jobs/{scene.running.id}")
+    events = _panel(page, "Events")
+    expect(events.locator(".event").first).to_be_visible()
+    locked.client.patch(scene.running.id, JobPatch(priority=7))
+    expect(events).to_contain_text("priority")
+    assert page.evaluate("window.told") is False
     page.get_by_role("button", name="Log out").click()
     expect(page.get_by_text("This controller asks for a token.")).to_be_visible()
-    assert all("401" in complaint for complaint in tab.complaints)
+    assert all("401" in complaint or "503" in complaint for complaint in tab.complaints)
     tab.complaints.clear()

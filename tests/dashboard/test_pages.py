@@ -1,6 +1,7 @@
 """The pages beside those of a job: each against a real controller on a real Redis."""
 
 import csv
+import json
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -9,7 +10,7 @@ import pytest
 from playwright.sync_api import Locator, Page, expect
 
 from services.contract.api.plan_views import PlanView
-from services.contract.messages.commands import VerifyCheckpoint
+from services.contract.messages.commands import LaunchGang, VerifyCheckpoint
 from services.contract.words.states import JobState, NodeState
 from tests.dashboard.scene import STEPS, Scene, spec
 from tests.dashboard.scripted_agent import ScriptedAgent
@@ -136,7 +137,30 @@ def test_the_log_is_searched_filtered_followed_and_kept(
     tab.complaints.clear()  # a stream that is left says so
 
 
-def test_checkpoints_are_verified_pinned_and_cloned_from(scene: Scene, visit: Open) -> None:
+def test_a_failed_job_is_resumed_from_a_checkpoint_of_its_own(scene: Scene, visit: Open) -> None:
+    client = scene.controller.client
+    job = client.submit(spec("to-be-resumed"))
+    gang = scene.agent.launch(job.id)
+    scene.agent.train(gang, [1, 2, 3])
+    name = scene.agent.checkpoint(gang, 2)
+    until(lambda: client.job(job.id).latest_checkpoint)
+    page = visit().open(f"#/checkpoints?job={job.id}")
+    row = page.locator(f'tr[data-checkpoint="{name}"]')
+    expect(row.get_by_role("button", name="Clone from…")).to_be_visible()
+    expect(row.get_by_role("button", name="Resume from")).to_have_count(0)
+    scene.agent.crash(gang, 3, "ValueError: no", "ValueError: no")
+    row.get_by_role("button", name="Resume from").click()
+    again = until(
+        lambda: next((c for c in [scene.agent.command(LaunchGang, job.id)] if c.fence == 2), None)
+    )
+    assert again.resume_from == name
+    client.kill(job.id)
+    scene.agent.drain(again, 2)  # its slots are free again
+
+
+def test_checkpoints_are_verified_pinned_exported_and_cloned_from(
+    scene: Scene, visit: Open, tmp_path: Path
+) -> None:
     client = scene.controller.client
     tab = visit()
     page = tab.open(f"#/checkpoints?job={scene.running.id}")
@@ -155,6 +179,14 @@ def test_checkpoints_are_verified_pinned_and_cloned_from(scene: Scene, visit: Op
     tab.complaints.clear()
     row.get_by_role("button", name="Unpin").click()
     expect(row.get_by_role("button", name="Pin", exact=True)).to_be_visible()
+    row.get_by_role("button", name="Export").click()
+    weights = bytes(range(256)) * 9
+    made_of = {"model.safetensors": weights, "config.json": b"{}"}
+    scene.agent.export(scene.running.id, scene.controller.storage, made_of)
+    files = page.get_by_label("Files of the export of step 100")
+    expect(files.get_by_role("link")).to_have_text(["model.safetensors", "config.json"])
+    kept = _saved(page, files.get_by_role("link", name="model.safetensors"), tmp_path)
+    assert kept.read_bytes() == weights
     row.get_by_role("button", name="Clone from…").click()
     dialog.get_by_label("Name").fill("a-clone")
     dialog.get_by_label("Steps").fill("700")
@@ -165,6 +197,54 @@ def test_checkpoints_are_verified_pinned_and_cloned_from(scene: Scene, visit: Op
     assert made.cloned_from.checkpoint_id == scene.checkpoint
     assert made.spec.train.steps == 700
     client.kill(made.id)
+
+
+def test_webhooks_are_added_and_removed(scene: Scene, visit: Open) -> None:
+    client = scene.controller.client
+    tab = visit()
+    page = tab.open("#/webhooks")
+    expect(page.get_by_text("No webhooks.")).to_be_visible()
+    page.get_by_role("button", name="New webhook…").click()
+    dialog = page.get_by_role("dialog")
+    dialog.get_by_label("URL of the receiver").fill("http://127.0.0.1/hook")
+    dialog.get_by_role("button", name="Add webhook").click()
+    expect(dialog.get_by_role("alert")).to_contain_text("https")
+    assert all("422" in complaint for complaint in tab.complaints)
+    tab.complaints.clear()
+    dialog.get_by_label("URL of the receiver").fill("https://192.0.33.8/hook?key=hidden")
+    # Nothing of this kind ever happens: nothing is sent.
+    dialog.get_by_label("Kinds of events").fill("never.sent, of_no.kind")
+    dialog.get_by_label("Labels of jobs").fill("team=vision")
+    dialog.get_by_role("button", name="Add webhook").click()
+    secret = dialog.get_by_label("New secret").input_value()
+    assert secret.startswith("whsec_")
+    dialog.get_by_role("button", name="Done").click()
+    (made,) = client.webhooks().items
+    assert (made.kinds, made.labels) == (("never.sent", "of_no.kind"), ("team=vision",))
+    row = page.locator(f'tr[data-webhook="{made.id}"]')
+    expect(row).to_contain_text("never.sent, of_no.kind of team=vision")
+    for hidden in (secret, "key=hidden"):
+        assert hidden not in page.content()
+    row.get_by_role("button", name="Remove…").click()
+    dialog.get_by_role("button", name="Remove").click()
+    expect(row).to_have_count(0)
+    assert client.webhooks().items == ()
+
+
+def test_the_theme_is_chosen_and_remembered(visit: Open) -> None:
+    page = visit().open("#/queue")
+    root, choice = page.locator("html"), page.get_by_label("Theme")
+    expect(root).to_have_attribute("data-theme", "light")
+    page.emulate_media(color_scheme="dark")
+    expect(root).to_have_attribute("data-theme", "dark")
+    choice.select_option("light")
+    expect(root).to_have_attribute("data-theme", "light")
+    page.reload()
+    expect(choice).to_have_value("light")
+    expect(root).to_have_attribute("data-theme", "light")
+    assert page.evaluate("getComputedStyle(document.documentElement).colorScheme") == "light"
+    choice.select_option("system")
+    expect(root).to_have_attribute("data-theme", "dark")
 
 
 def test_a_spec_is_completed_checked_and_submitted(scene: Scene, visit: Open) -> None:
@@ -204,7 +284,19 @@ def test_a_spec_is_completed_checked_and_submitted(scene: Scene, visit: Open) ->
 
 def test_a_plan_is_submitted_as_it_is(scene: Scene, plan: PlanView, visit: Open) -> None:
     client = scene.controller.client
-    page = visit().open(f"#/plans/{plan.id}")
+    page = visit().open("#/submit")
+    wanted = spec("previewed", ranks=4) | {"plan": "auto"}
+    _write(page, page.get_by_label("Job spec as YAML"), json.dumps(wanted))
+    page.get_by_role("button", name="Plan", exact=True).click()
+    preview = page.locator(".preview")
+    expect(preview).to_contain_text("feasible")
+    expect(preview).to_contain_text("Peak memory / limit")
+    page.get_by_role("button", name="Submit this plan").click()
+    expect(page.get_by_role("heading", name="previewed")).to_be_visible()
+    previewed = client.job(page.url.rsplit("/", maxsplit=1)[1])
+    assert previewed.estimate is not None
+    client.kill(previewed.id)
+    page.goto(f"{scene.controller.url}/#/plans/{plan.id}")
     page.get_by_role("button", name="Submit", exact=True).click()
     expect(page.get_by_label("Job", exact=True)).to_contain_text("to-be-planned")
     planned = client.job(page.url.rsplit("/", maxsplit=1)[1])
@@ -232,7 +324,7 @@ def test_chosen_jobs_are_stopped_together_and_sorted(scene: Scene, visit: Open) 
     expect(page.get_by_text("The job ended before its first attempt.")).to_be_visible()
 
 
-def test_a_node_is_drained_and_taken_back(scene: Scene, visit: Open) -> None:
+def test_a_node_is_drained_taken_back_and_forgotten(scene: Scene, visit: Open) -> None:
     client = scene.controller.client
     other = ScriptedAgent(scene.agent.redis, node_id="loom-spare")
     other.join(slots=1)
@@ -244,6 +336,10 @@ def test_a_node_is_drained_and_taken_back(scene: Scene, visit: Open) -> None:
     assert {n.id: n.state for n in client.nodes().items}["loom-spare"] == NodeState.DRAINING
     card.get_by_role("button", name="Undrain").click()
     expect(card).to_contain_text("ready")
+    other.leave()
+    card.get_by_role("button", name="Forget").click()
+    expect(card).to_have_count(0)
+    assert "loom-spare" not in {node.id for node in client.nodes().items}
 
 
 def test_tokens_are_made_and_revoked_and_the_trail_tells(scene: Scene, visit: Open) -> None:

@@ -110,6 +110,20 @@ def test_every_variable_of_a_service_is_one_that_its_settings_read(
     assert "MESHLOOM_REDIS_URL" in given
 
 
+def test_the_controller_may_read_exports_and_write_nothing_of_the_storage(
+    compose: dict[str, Any],
+) -> None:
+    controller = compose["services"]["controller"]
+    root = controller["environment"]["MESHLOOM_CHECKPOINT_ROOT"]
+    assert controller["volumes"] == [f"checkpoints:{root}:ro"]
+    # Whichever image comes first gives the new volume its owner and mode: the controller's group, which may read.
+    made = f"install -d -m 0750 -o meshloom -g meshloom {root}"
+    for dockerfile in DOCKERFILES:
+        text = dockerfile.read_text()
+        assert made in text
+        assert "groupadd --gid 10001 meshloom" in text
+
+
 def test_checkpoints_lie_on_the_volume_where_the_agent_writes_them(compose: dict[str, Any]) -> None:
     image = (ROOT / "deploy/worker.Dockerfile").read_text()
     assert "ENV MESHLOOM_HOME=/var/lib/meshloom\n" in image

@@ -36,7 +36,6 @@ from fsdp_core.comm.shared_memory import Counters, axis, host_axes_of
 from fsdp_core.comm.shared_memory.peers import Meeting, meet
 from fsdp_core.comm.strategies import DefaultAllGather
 from fsdp_core.errors import DesyncError, PeerError
-from fsdp_core.runtime.fsdp_state import state_of
 from tests.engine.gang import Gang, Gangs, RankContext
 from tests.engine.test_desync import Choosing, train_out_of_step
 from tests.engine.test_desync import train as train_choosing
@@ -327,7 +326,7 @@ def check_one_copy(ctx: RankContext) -> None:
     unit.reshard()
 
 
-def local_tensor(param: nn.Parameter) -> torch.Tensor:
+def local_tensor(param: torch.Tensor) -> torch.Tensor:
     assert isinstance(param, DTensor)
     return param.to_local()
 
@@ -468,102 +467,6 @@ def check_exception(ctx: RankContext, policy: SharedMemoryPolicy) -> None:
 
 def _raise(*_: object) -> None:
     raise RuntimeError("on purpose")
-
-
-# -- Guards
-
-
-class _Watching(nn.Module):
-    """Reads its parameter again and again on rank 1, once the other rank is about to write."""
-
-    def __init__(self, rank: int) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.ones(512))
-        self.rank = rank
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        if self.rank == 1:
-            torch_private.default_store().wait([WRITING], timedelta(seconds=30))
-            for _ in range(3000):
-                assert torch.equal(self.weight, torch.ones(512)), "written while it was read"
-        return x * self.weight.sum()
-
-
-WRITING = "tests/shared_memory/writing"
-
-
-@pytest.mark.parametrize("way", ["step", "load"])
-def test_nobody_writes_what_another_computes_with(way: str) -> None:
-    gang = Gang(2, "cpu")
-    gang.run(check_guarded, way)
-    gang.close()
-
-
-def check_guarded(ctx: RankContext, way: str) -> None:
-    model = _Watching(ctx.rank)
-    fully_shard(model, mesh=ctx.mesh, shared_memory=ONE_COPY, reshard_after_forward=True)
-    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
-    with torch.no_grad():
-        model(torch.ones(()))  # which ends on rank 0 while rank 1 still computes
-    for param in model.parameters():
-        param.grad = torch.ones_like(param)
-    if ctx.rank == 0:
-        torch_private.default_store().set(WRITING, "")
-    if way == "step":
-        optimizer.step()
-    else:
-        model.load_state_dict({name: value * 0 for name, value in model.state_dict().items()})
-    with torch.no_grad():
-        if ctx.rank == 1:
-            model.rank = 0
-        assert model(torch.ones(())).item() == 0
-
-
-@POLICIES
-def test_a_gather_in_flight_does_not_outlive_an_update(
-    gangs: Gangs, policy: SharedMemoryPolicy
-) -> None:
-    """What it announced are the values from before; a rank that lands it late would mix both."""
-    gangs(2).run(check_early_gather, policy)
-
-
-def check_early_gather(ctx: RankContext, policy: SharedMemoryPolicy) -> None:
-    model, plain = sharded(ctx, policy), sharded(ctx, None)
-    for each in (model, plain):
-        torch.autograd.backward(each(ctx.batch(0, 3, 7)).square().mean())
-    handle = cast("FSDPModule", model[0]).unshard(async_op=True)
-    state = state_of(model[0])
-    assert state is not None
-    assert state.groups[0].is_gathering
-    for each in (model, plain):
-        torch.optim.SGD(each.parameters(), lr=0.5).step()
-    assert not state.groups[0].is_gathering
-    assert handle is not None
-    handle.wait()
-    with torch.no_grad():
-        assert torch.equal(model(ctx.batch(1, 3, 7)), plain(ctx.batch(1, 3, 7)))
-
-
-def test_a_gather_ends_when_all_others_have_copied(gangs: Gangs) -> None:
-    """Or an optimizer that is fast could change a slice that another rank is copying."""
-    gangs(2).run(check_copied)
-
-
-def check_copied(ctx: RankContext) -> None:
-    model = sharded(ctx, COPIED)
-    train(ctx, model)
-    state = state_of(model)
-    assert state is not None
-    comm = state.context.comm
-    with torch.no_grad():
-        model(ctx.batch(0, 3, 7))
-    assert not comm.uncopied
-    unit = cast("FSDPModule", model[0])
-    handle = unit.unshard(async_op=True)
-    assert handle is not None
-    handle.wait()
-    assert not comm.uncopied
-    unit.reshard()
 
 
 # -- The parts

@@ -3,18 +3,32 @@
 from __future__ import annotations
 
 import gc
+import threading
+from collections import OrderedDict
+from datetime import timedelta
 from typing import cast
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 
-from fsdp_core import FSDPModule, SharedMemoryPolicy, fully_shard
+from fsdp_core import FSDPModule, Int8Weight, SharedMemoryPolicy, fully_shard, torch_private
 from fsdp_core.comm.shared_memory import axis
-from tests.engine.gang import Gangs, RankContext
-from tests.engine.test_shared_memory import ONE_COPY, POLICIES, local_values, sharded, train
-from tests.engine.test_ways_of_backward import Raising
+from fsdp_core.errors import DesyncError
+from fsdp_core.runtime.fsdp_state import state_of
+from tests.engine.gang import Gang, Gangs, RankContext
+from tests.engine.test_shared_memory import (
+    COPIED,
+    ONE_COPY,
+    POLICIES,
+    local_tensor,
+    local_values,
+    sharded,
+    train,
+)
+from tests.engine.ways.run import Raising
 
 pytestmark = pytest.mark.ranks
 
@@ -25,6 +39,115 @@ UNITS = 12
 def _on_the_host(device: str) -> None:
     if device != "cpu":
         pytest.skip("memory of the host is shared by CPU ranks")
+
+
+class _ByMasters(torch.optim.SGD):
+    """Updates copies in another dtype, and writes them back."""
+
+    def __init__(self, params: list[nn.Parameter], lr: float) -> None:
+        self.written = params
+        super().__init__([p.detach().double() for p in params], lr=lr)
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:  # type: ignore[override]  # it takes no closure
+        del closure
+        for param, master in zip(self.written, self.param_groups[0]["params"], strict=True):
+            updated = local_tensor(master).sub_(local_tensor(cast("torch.Tensor", param.grad)))
+            local_tensor(param).copy_(updated)
+
+
+class _Watching(nn.Module):
+    """Reads its parameter again and again on rank 1, once the other rank is about to write."""
+
+    def __init__(self, rank: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(512))
+        self.rank = rank
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.rank == 1:
+            torch_private.default_store().wait([WRITING], timedelta(seconds=30))
+            for _ in range(3000):
+                assert torch.equal(self.weight, torch.ones(512)), "written while it was read"
+        return x * self.weight.sum()
+
+
+WRITING = "tests/shared_memory/writing"
+
+
+@pytest.mark.parametrize("way", ["step", "load", "step by copies"])
+def test_nobody_writes_what_another_computes_with(way: str) -> None:
+    gang = Gang(2, "cpu")
+    gang.run(check_guarded, way)
+    gang.close()
+
+
+def check_guarded(ctx: RankContext, way: str) -> None:
+    model = _Watching(ctx.rank)
+    fully_shard(model, mesh=ctx.mesh, shared_memory=ONE_COPY, reshard_after_forward=True)
+    kind = _ByMasters if way == "step by copies" else torch.optim.SGD
+    optimizer = kind(list(model.parameters()), lr=1.0)
+    with torch.no_grad():
+        model(torch.ones(()))  # which ends on rank 0 while rank 1 still computes
+    for param in model.parameters():
+        param.grad = torch.ones_like(param)
+    if ctx.rank == 0:
+        torch_private.default_store().set(WRITING, "")
+    if way != "load":
+        optimizer.step()
+    else:
+        model.load_state_dict({name: value * 0 for name, value in model.state_dict().items()})
+    with torch.no_grad():
+        if ctx.rank == 1:
+            model.rank = 0
+        assert model(torch.ones(())).item() == 0
+
+
+@POLICIES
+def test_a_gather_in_flight_does_not_outlive_an_update(
+    gangs: Gangs, policy: SharedMemoryPolicy
+) -> None:
+    """What it announced are the values from before; a rank that lands it late would mix both."""
+    gangs(2).run(check_early_gather, policy)
+
+
+def check_early_gather(ctx: RankContext, policy: SharedMemoryPolicy) -> None:
+    model, plain = sharded(ctx, policy), sharded(ctx, None)
+    for each in (model, plain):
+        torch.autograd.backward(each(ctx.batch(0, 3, 7)).square().mean())
+    handle = cast("FSDPModule", model[0]).unshard(async_op=True)
+    state = state_of(model[0])
+    assert state is not None
+    assert state.groups[0].is_gathering
+    for each in (model, plain):
+        torch.optim.SGD(each.parameters(), lr=0.5).step()
+    assert not state.groups[0].is_gathering
+    assert handle is not None
+    handle.wait()
+    with torch.no_grad():
+        assert torch.equal(model(ctx.batch(1, 3, 7)), plain(ctx.batch(1, 3, 7)))
+
+
+def test_a_gather_ends_when_all_others_have_copied(gangs: Gangs) -> None:
+    """Or an optimizer that is fast could change a slice that another rank is copying."""
+    gangs(2).run(check_copied)
+
+
+def check_copied(ctx: RankContext) -> None:
+    model = sharded(ctx, COPIED)
+    train(ctx, model)
+    state = state_of(model)
+    assert state is not None
+    comm = state.context.comm
+    with torch.no_grad():
+        model(ctx.batch(0, 3, 7))
+    assert not comm.uncopied
+    unit = cast("FSDPModule", model[0])
+    handle = unit.unshard(async_op=True)
+    assert handle is not None
+    handle.wait()
+    assert not comm.uncopied
+    unit.reshard()
 
 
 def test_ranks_end_their_uses_in_any_order(gangs: Gangs) -> None:
@@ -42,7 +165,7 @@ def check_many_uses(ctx: RankContext) -> None:
         for unit in (*model, model):
             fully_shard(unit, mesh=ctx.mesh, shared_memory=policy)
             kept.extend(nn.Linear(5, 5) for _ in range(7 * ctx.rank))
-        model.set_reshard_after_backward(False)
+        cast("FSDPModule", model).set_reshard_after_backward(False)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         for step in range(3):
             torch.autograd.backward(model(ctx.batch(step, 3, 5)).square().mean())
@@ -73,24 +196,54 @@ def check_gone(ctx: RankContext, policy: SharedMemoryPolicy) -> None:
     train(ctx, sharded(ctx, policy))
 
 
+@pytest.mark.parametrize("kind", ["plain", "sharded"])
 @POLICIES
 def test_an_optimizer_of_one_rank_alone_waits_for_nobody(
-    gangs: Gangs, policy: SharedMemoryPolicy
+    gangs: Gangs, policy: SharedMemoryPolicy, kind: str
 ) -> None:
-    gangs(2).run(check_local_optimizer, policy)
+    gangs(2).run(check_local_optimizer, policy, kind)
 
 
-def check_local_optimizer(ctx: RankContext, policy: SharedMemoryPolicy) -> None:
+def check_local_optimizer(ctx: RankContext, policy: SharedMemoryPolicy, kind: str) -> None:
     model, plain = sharded(ctx, policy), sharded(ctx, None)
     for each in (model, plain):
         with torch.no_grad():
             each(ctx.batch(0, 3, 7))  # after which the root stays unsharded
+    group = dist.new_group([0])
     if ctx.rank == 0:
         probe = nn.Linear(3, 3)
+        if kind == "sharded":
+            fully_shard(probe, mesh=DeviceMesh.from_group(group, "cpu"))
         optimizer = torch.optim.SGD(probe.parameters(), lr=0.1)
         torch.autograd.backward(probe(torch.ones(1, 3)).sum())
         optimizer.step()
     assert all(map(torch.equal, train(ctx, model), train(ctx, plain)))
+
+
+def test_an_optimizer_may_have_slices_without_memory_of_their_own(gangs: Gangs) -> None:
+    """A tensor subclass wraps others; units beside it share memory."""
+    gangs(2).run(check_wrapped)
+
+
+def check_wrapped(ctx: RankContext) -> None:
+    traces = []
+    for policy in (None, ONE_COPY):
+        torch.manual_seed(0)
+        first = nn.Linear(8, 8)
+        first.weight = nn.Parameter(Int8Weight(first.weight.detach()))
+        model = nn.Sequential(first, nn.Linear(8, 8))
+        for unit in (first, model):
+            fully_shard(unit, mesh=ctx.mesh, shared_memory=policy)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for step in range(2):
+            torch.autograd.backward(model(ctx.batch(step, 3, 8)).square().mean())
+            with torch.no_grad():
+                model(ctx.batch(step, 3, 8))  # after which the root stays unsharded
+            optimizer.step()
+            optimizer.zero_grad()
+            cast("FSDPModule", model).reshard()
+        traces.append(model(ctx.batch(2, 3, 8)).detach())
+    assert torch.equal(*traces)
 
 
 @POLICIES
@@ -130,13 +283,52 @@ def check_lost_reductions(ctx: RankContext, policy: SharedMemoryPolicy) -> None:
         model = nn.Sequential(*(nn.Linear(7, 7) for _ in range(6)))
         for unit in (*model, model):
             fully_shard(unit, mesh=ctx.mesh, shared_memory=policy)
-        model.set_reduce_scatter_max_input_buffers(4)
+        cast("FSDPModule", model).set_reduce_scatter_max_input_buffers(4)
         x = Raising.of(ctx.batch(0, 3, 7).requires_grad_())
         with pytest.raises(ZeroDivisionError):
             torch.autograd.backward(model(x).sum())
         if ctx.rank == 1:
-            model.reset_iter_state()
+            cast("FSDPModule", model).reset_iter_state()
         del model, x
         gc.collect()
     dist.barrier()
     assert all(map(torch.equal, train(ctx, sharded(ctx, policy)), train(ctx, sharded(ctx, None))))
+
+
+def test_threads_without_an_order_are_told_so(gangs: Gangs) -> None:
+    """Each rank starts the same two threads, each with a model on the one mesh, in another order."""
+    told = gangs(2).run(check_threads)
+    assert [each.startswith("Ranks ran different units") for each in told[0] + told[1]] == [
+        True
+    ] * 4
+
+
+def check_threads(ctx: RankContext) -> list[str]:
+    # A group of its own, for it is of no use afterwards.
+    mesh = DeviceMesh.from_group(dist.new_group([0, 1]), "cpu")
+    models = []
+    for name in ("first", "other"):
+        model = nn.Sequential(OrderedDict([(name, nn.Linear(3, 3))]))
+        fully_shard(model, mesh=mesh, shared_memory=COPIED)
+        models.append(model)
+    told: list[str] = []
+    threads = []
+    for model in models if ctx.rank == 0 else models[::-1]:
+        begun = threading.Event()
+        threads.append(threading.Thread(target=_run_out_of_step, args=(model, begun, told)))
+        threads[-1].start()
+        assert begun.wait(60)
+    for thread in threads:
+        thread.join()
+    return told
+
+
+def _run_out_of_step(model: nn.Module, begun: threading.Event, told: list[str]) -> None:
+    unit = cast("FSDPModule", model)
+    handle = unit.unshard(async_op=True)
+    begun.set()
+    assert handle is not None
+    try:
+        handle.wait()
+    except DesyncError as error:
+        told.append(str(error))

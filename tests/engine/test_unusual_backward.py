@@ -160,3 +160,26 @@ def check_slices(ctx: RankContext) -> None:
         for mine, reference in zip(*found, strict=True):
             assert mine is not None
             assert_same_tensor("gradient", full(mine), reference, 0.0, 0.0)
+
+
+def test_zero_grad_of_a_unit_that_stayed_unsharded_is_the_optimizers_to_call(gangs: Gangs) -> None:
+    gangs(2).run(check_zero_grad)
+
+
+def check_zero_grad(ctx: RankContext) -> None:
+    for engine in (ours(), theirs()):
+        model: Any = nn.Linear(WIDTH, WIDTH).to(ctx.device)
+        engine.shard(model, mesh=ctx.mesh)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        slices = list(model.parameters())
+        torch.autograd.backward(model(ctx.batch(0, 3, WIDTH)).sum())
+        with torch.no_grad():
+            model(ctx.batch(1, 3, WIDTH))
+        model.zero_grad()
+        model.requires_grad_(requires_grad=False)
+        assert all(param.grad is not None and param.requires_grad for param in slices)
+        optimizer.zero_grad()
+        assert all(param.grad is None for param in slices)
+        model.reshard()
+        model.requires_grad_(requires_grad=False)
+        assert not any(param.requires_grad for param in slices)

@@ -47,7 +47,13 @@ def short(name: str) -> JobSpec:
     return JobSpec.model_validate(body | {"checkpoint": {"every_steps": 2}})
 
 
-@pytest.mark.parametrize("name", [BYTES, "digits", "regression", "gan", "llama", "trainer"])
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    if "name" in metafunc.fixturenames:
+        # What the others show of models of one's own, of a built-in one and of a library, these show again.
+        again = ("llama",) if metafunc.config.getoption("--grid") == "full" else ()
+        metafunc.parametrize("name", [BYTES, "digits", "regression", "gan", "trainer", *again])
+
+
 def test_a_killed_rank_a_pause_and_another_world_size_do_not_show_in_the_losses(
     ranks: Ranks, name: str
 ) -> None:

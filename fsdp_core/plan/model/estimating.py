@@ -11,9 +11,9 @@ from fsdp_core.plan.model.ledger import Ledger, Memory, Peak
 from fsdp_core.plan.model.optimizer import SGD, OptimizerFacts
 from fsdp_core.plan.model.profile import Conditions, ModelProfile, Segment
 from fsdp_core.plan.model.sharding import ShardingPlan
-from fsdp_core.plan.model.shares import UnitShare, shares_of
+from fsdp_core.plan.model.shares import Placement, UnitShare, shares_of
 from fsdp_core.plan.model.step_time import NodeFacts, StepTime, StepWork, step_time
-from fsdp_core.plan.model.timeline import Placement, Timeline
+from fsdp_core.plan.model.timeline import Timeline
 from fsdp_core.plan.model.traffic import Moved, Traffic
 
 # The first step does not predict the order of forward; all others are alike.

@@ -328,3 +328,29 @@ def _prefetch(
     after = tuple(line[place + 1 : place + 1 + depth])
     before = tuple(line[max(place - depth, 0) : place][::-1])
     return after or None, before or None
+
+
+@dataclass(frozen=True)
+class Placement:
+    """Where and over how many ranks a model is sharded.
+
+    Attributes:
+        shards: Ranks that share a parameter.
+        replicas: Ranks that hold the same slice.
+        is_host: Whether models compute on the host, so that offloading moves nothing.
+        has_gloo: Whether gloo communicates, which has memory of its own while it does.
+        shard_rank: The rank's place among those that share a parameter.
+        splits: Whether matrices are split between ranks besides.
+    """
+
+    shards: int
+    replicas: int
+    is_host: bool
+    splits: bool = False
+    has_gloo: bool = False
+    shard_rank: int = 0
+
+    def is_local(self, share: UnitShare) -> bool:
+        """Whether a rank's slices of a unit are its whole parameters."""
+        is_alone = self.shards == 1 and not self.splits
+        return is_alone and not share.unit.plan.offload and all(p.slicing.leads for p in share.own)

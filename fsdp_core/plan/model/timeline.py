@@ -6,39 +6,18 @@ order and window, so that what is allocated together there is counted together h
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
 from typing import Literal
 
-from fsdp_core.layout import Slicing
 from fsdp_core.plan.model.ledger import Ledger
-from fsdp_core.plan.model.segments import BoxUse, Segments
-from fsdp_core.plan.model.shares import DTYPE_WORD, ParamShare, UnitShare
+from fsdp_core.plan.model.reductions import Reductions
+from fsdp_core.plan.model.segments import Segments
+from fsdp_core.plan.model.shares import Placement, UnitShare
 from fsdp_core.plan.model.traffic import Traffic
-from fsdp_core.schedule import BackwardOrder, ForwardOrder, InFlightWindow
+from fsdp_core.schedule import BackwardOrder, ForwardOrder
 
 State = Literal["idle", "forward", "pre_backward", "post_backward"]
-
-
-@dataclass(frozen=True)
-class Placement:
-    """Where and over how many ranks a model is sharded.
-
-    Attributes:
-        shards: Ranks that share a parameter.
-        replicas: Ranks that hold the same slice.
-        is_host: Whether models compute on the host, so that offloading moves nothing.
-        has_gloo: Whether gloo communicates, which has memory of its own while it does.
-        shard_rank: The rank's place among those that share a parameter.
-        splits: Whether matrices are split between ranks besides.
-    """
-
-    shards: int
-    replicas: int
-    is_host: bool
-    splits: bool = False
-    has_gloo: bool = False
-    shard_rank: int = 0
 
 
 @dataclass
@@ -53,7 +32,6 @@ class _Group:
     unsharded: int = 0
     is_borrowed: bool = False
     from_part: bool = False
-    keeps_grads: bool = False
 
 
 @dataclass
@@ -64,19 +42,6 @@ class _Unit:
     yet_to_run: set[str] = field(default_factory=set)
     depth: int = 0
     first: str = ""  # the module whose inputs the end of backward hangs on
-
-
-@dataclass(frozen=True)
-class _Reduction:
-    contribution: int  # what is sent; through shared memory: copies of this rank's own part
-    result: int
-    beside: int
-    grads: int
-    is_cast: bool
-    offloads: bool
-    box: int | None = None  # in which others find their parts, if memory is shared
-    wholes: int = 0  # gradients of which this rank's own part is a view
-    is_local: bool = False  # one rank's, whose whole gradients are those of its slices
 
 
 class Timeline:
@@ -102,16 +67,12 @@ class Timeline:
             for index in share.borrowed:
                 self._groups[index].is_borrowed = True
         self._unit_of = {name: unit for unit in self._units for name in unit.share.unit.names}
-        self._params = {param.place: param for share in shares for param in share.own}
+        self._reductions = Reductions(shares, placement, ledger, traffic, self.segments)
         self._forward = ForwardOrder()
         self._backward = BackwardOrder()
-        self._window: InFlightWindow[_Reduction] = InFlightWindow()
         self._opener: _Unit | None = None
         self._prefetched: list[_Unit] = []
-        self._grads: dict[int, int] = {}  # whole gradients by place of the parameter
-        self._sums: dict[int, int] = {}  # those of earlier micro-batches in another dtype
         self._gathered = 0  # what is copied out while the next gather is on its way, on streams
-        self._held = 0  # a reduced row that an all-reduce on another lane has read
         self.reduces = True
 
     def owns(self, module: str) -> bool:
@@ -198,10 +159,7 @@ class Timeline:
 
     def add_grads(self, places: Iterable[int]) -> None:
         """Autograd has added to the whole gradients of parameters, named by place."""
-        for place in places:
-            if place not in self._grads:
-                whole = self._params[place].whole_bytes
-                self._grads[place] = self._ledger.add("whole_gradients", whole)
+        self._reductions.add_grads(places)
 
     def end_backward(self) -> None:
         """All of backward has run."""
@@ -209,15 +167,13 @@ class Timeline:
             is_borrowed = any(group.is_borrowed for group in unit.used if group.share is unit.share)
             if unit.state != "post_backward" or is_borrowed:
                 self._post_backward(unit, reached=unit.state == "pre_backward")
-        for reduction in self._window.drain():
-            self._land_any(reduction)
+        self._reductions.land_all()
         self.segments.end_backward()
         for unit in self._units:
             self._drop(unit)
             unit.state = "idle"
         self._backward.clear()
-        self._ledger.free("communication", self._held)
-        self._held = 0
+        self._reductions.let_go_held()
 
     def _post_backward(self, unit: _Unit, *, reached: bool) -> None:
         unit.state = "post_backward"
@@ -230,179 +186,17 @@ class Timeline:
                 self._reduce(group, reached=reached)
 
     def _reduce(self, group: _Group, *, reached: bool) -> None:
+        share = group.share
         if not self.reduces:
             if not group.holders:
                 self._reshard(group)
-            self._keep_grads(group)
+            self._reductions.keep_grads(share)
             return
         agrees = reached and self._placement.shards * self._placement.replicas > 1
-        taken: dict[str, list[ParamShare]] = {}
-        for param in group.share.own:
-            if self._take_grad(param, covers_unused=agrees):
-                taken.setdefault(param.reduces_as, []).append(param)
+        taken = self._reductions.take_grads(share, covers_unused=agrees)
         if not group.holders:
             self._reshard(group)
-        keeps, group.keeps_grads = group.keeps_grads, False
-        if not keeps and self._reduces_alone(group.share, taken):
-            (params,) = taken.values()
-            self._reduce_alone(params, group.share)
-            return
-        for params in taken.values():
-            self._make_room()
-            flags = len(params) if agrees else 0
-            self._window.admit(self._issue_reduction(params, flags, group.share))
-
-    def _is_local(self, share: UnitShare) -> bool:
-        """Whether this rank's slices are the whole parameters."""
-        is_alone = self._placement.shards == 1 and not self._placement.splits
-        return is_alone and not share.unit.plan.offload and all(p.slicing.leads for p in share.own)
-
-    def _reduces_alone(self, share: UnitShare, taken: Mapping[str, Sequence[ParamShare]]) -> bool:
-        """Whether whole gradients are those of the slices; not where each parameter has to be asked."""
-        count = sum(map(len, taken.values()))
-        has_all = count == sum(param.facts.requires_grad for param in share.own)
-        return self._is_local(share) and self._placement.replicas == 1 == len(taken) and has_all
-
-    def _reduce_alone(self, params: Sequence[ParamShare], share: UnitShare) -> None:
-        self._make_room()
-        wholes = sum(self._grads.pop(param.place) for param in params)
-        is_cast = any({p.compute, p.reduce} != {p.facts.itemsize} for p in params)
-        grads = sum(self._ledger.taken_by(p.slicing.row * p.facts.itemsize) for p in params)
-        self._window.admit(
-            _Reduction(
-                0, 0, 0, grads, is_cast, share.unit.plan.offload, wholes=wholes, is_local=True
-            )
-        )
-
-    def _make_room(self) -> None:
-        for landed in self._window.room_for_one():
-            self._land_any(landed)
-
-    def _keep_grads(self, group: _Group) -> None:
-        group.keeps_grads = True
-        for param in group.share.own:
-            if param.place in self._grads and param.reduce != param.compute:
-                if param.place not in self._sums:
-                    cast = param.slicing.total * param.reduce
-                    self._sums[param.place] = self._ledger.add("whole_gradients", cast)
-                self._ledger.free("whole_gradients", self._grads.pop(param.place))
-
-    def _take_grad(self, param: ParamShare, *, covers_unused: bool) -> bool:
-        """Whether there is a gradient to reduce, by itself or as a sum."""
-        if param.place in self._sums:
-            self._ledger.free("whole_gradients", self._grads.pop(param.place, 0))
-            self._grads[param.place] = self._sums.pop(param.place)
-        if param.place not in self._grads and covers_unused and param.facts.requires_grad:
-            zeros = param.slicing.total * param.reduce
-            self._grads[param.place] = self._ledger.add("whole_gradients", zeros)
-        return param.place in self._grads
-
-    def _issue_reduction(
-        self, params: Sequence[ParamShare], flags: int, share: UnitShare
-    ) -> _Reduction:
-        ledger, shards = self._ledger, self._placement.shards
-        itemsize, orig = params[0].reduce, {param.facts.itemsize for param in params}
-        row = sum(param.slicing.row for param in params) + flags
-        self._traffic.reduce_scatter(row * itemsize, share.shared)
-        if self._placement.replicas > 1:
-            self._traffic.all_reduce(row * itemsize)
-        is_cast = orig != {itemsize} or params[0].reduces_as not in (
-            params[0].facts.dtype,
-            DTYPE_WORD.get(params[0].facts.dtype, ""),
-        )
-        grads, offloads = row * max(orig), share.unit.plan.offload
-        if share.shared != "none":
-            use = self._box_use(params, flags)
-            box, grown = self.segments.take_box(use)
-            ledger.shift("communication", grown)
-            own, wholes = (0, 0) if use.holds_own else self._keep_own_part(params)
-            self._free_grads(params)
-            return _Reduction(own, row * itemsize, 0, grads, is_cast, offloads, box, wholes)
-        stacked = sum(ledger.add("communication", p.stacked_bytes) for p in params)
-        whole = [param for param in params if param.stacked_bytes]
-        self._free_grads(whole)
-        contribution = ledger.add("communication", shards * row * itemsize)
-        self._free_grads(params)
-        ledger.free("communication", stacked)
-        result = ledger.add("communication", row * itemsize)
-        beside = 0
-        if self._placement.has_gloo and shards > 1:
-            # gloo reduces a copy of the whole contribution, and keeps it until it is waited for.
-            beside = ledger.add("communication", shards * row * itemsize)
-            self._pass_by(self._in_ring(shards * row * itemsize, shards))
-        return _Reduction(contribution, result, beside, grads, is_cast, offloads)
-
-    def _box_use(self, params: Sequence[ParamShare], flags: int) -> BoxUse:
-        slicings = [param.slicing for param in params]
-        if flags:
-            slicings.append(Slicing.of((flags,), None, self._placement.shards))
-        return BoxUse.of(slicings, params[0].reduce, self._placement.shard_rank)
-
-    def _keep_own_part(self, params: Sequence[ParamShare]) -> tuple[int, int]:
-        """Of whole gradients in the memory that is shared: bytes of copies, and of those kept whole.
-
-        This rank's part is a view where it can be, so that the whole is there until it is added.
-        """
-        copies = wholes = 0
-        for param in params:
-            held = self._grads[param.place]
-            is_view = held == self._ledger.taken_by(param.slicing.total * param.reduce)
-            if is_view and param.reduces_as != "fp16":
-                wholes += self._grads.pop(param.place)
-            else:
-                copies += self._ledger.add("communication", param.slicing.row * param.reduce)
-        return copies, wholes
-
-    def _pass_by(self, nbytes: int) -> None:
-        """What a collective allocates and frees while it runs."""
-        self._ledger.shift("communication", 0, peak=nbytes)
-
-    @staticmethod
-    def _in_ring(nbytes: int, ranks: int) -> int:
-        """Two segments of a ring, which is how gloo reduces."""
-        return 2 * min(_RING_SEGMENT, -(-nbytes // (2 * ranks)))
-
-    def _land_any(self, reduction: _Reduction) -> None:
-        if reduction.is_local:
-            self._land_alone(reduction)
-        else:
-            self._land_reduction(reduction)
-
-    def _land_reduction(self, reduction: _Reduction) -> None:
-        ledger, replicas = self._ledger, self._placement.replicas
-        if reduction.box is not None:
-            self.segments.give_back(reduction.box)
-            reduction = replace(reduction, result=ledger.add("communication", reduction.result))
-            ledger.free("whole_gradients", reduction.wholes)
-            if replicas > 1:
-                self._pass_by(reduction.result)  # slices, of which one row is made
-        ledger.free("communication", reduction.contribution + reduction.beside)
-        if self._placement.has_gloo and replicas > 1:
-            self._pass_by(self._in_ring(reduction.result, replicas))
-        if not reduction.is_cast:
-            ledger.shift("communication", -reduction.result)
-            ledger.shift("gradients", reduction.result)
-            own = reduction.result
-        else:
-            own = ledger.add("gradients", reduction.grads)
-            if replicas > 1:
-                ledger.free("communication", self._held)
-                self._held = reduction.result
-            else:
-                ledger.free("communication", reduction.result)
-        if reduction.offloads and not self._placement.is_host:
-            ledger.free("gradients", own)
-
-    def _land_alone(self, reduction: _Reduction) -> None:
-        if reduction.is_cast:
-            self._ledger.shift("gradients", reduction.grads)
-        self._ledger.free("whole_gradients", reduction.wholes)
-        if not reduction.is_cast:
-            self._ledger.shift("gradients", reduction.wholes)
-
-    def _free_grads(self, params: Iterable[ParamShare]) -> None:
-        for param in params:
-            self._ledger.free("whole_gradients", self._grads.pop(param.place, 0))
+        self._reductions.issue(share, taken, flagged=agrees)
 
     # -- Whole and sliced parameters
 
@@ -430,7 +224,7 @@ class Timeline:
         row = share.gather_row(from_smaller=from_part)
         self._traffic.all_gather(row, ranks, share.shared, share.copied_row)
         group.state, group.from_part = "gathering", from_part
-        if share.shared != "none" or self._is_local(share):
+        if share.shared != "none" or self._placement.is_local(share):
             return  # rows are copied from where they lie
         held = 0
         if share.unit.plan.offload and not self._placement.is_host and not from_part:
@@ -508,7 +302,3 @@ class Timeline:
     def _let_go(self, unit: _Unit) -> None:
         for group in unit.used:
             group.holders.discard(unit.share.index)
-
-
-# Of gloo's ring.
-_RING_SEGMENT = 1 << 20

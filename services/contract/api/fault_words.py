@@ -12,8 +12,8 @@ from services.contract.jobs.code_archives import CodeDigest
 from services.contract.jobs.scripts import ModuleName, ScriptPath
 from services.contract.jobs.secret_references import SECRET_NAME, looks_secret
 from services.contract.jobs.spec_parts import FactoryName, LabelKey
+from services.contract.words.error_values import did_you_mean, shown
 from services.contract.words.ids import CheckpointId, JobId, NodeId, PlanId, TokenId, TraceId
-from services.contract.words.plain import did_you_mean, shown
 
 
 def _pattern(kind: Any) -> str:  # noqa: ANN401 an annotated type

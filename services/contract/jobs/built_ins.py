@@ -8,7 +8,7 @@ from types import MappingProxyType
 from typing import Any, Final
 
 from services.contract.jobs.secret_references import looks_secret, references
-from services.contract.words.plain import did_you_mean, shown
+from services.contract.words.error_values import did_you_mean, shown
 
 _SGD: Final = {"lr": "number", "momentum": "number", "weight_decay": "number", "nesterov": "flag"}
 _OF_TEXT: Final = {"seq_len": "whole", "validation_batch": "whole", "workers": "whole"}

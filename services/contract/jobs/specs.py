@@ -49,6 +49,7 @@ from services.contract.jobs.worlds import Share, possible_worlds
 
 MAX_SPEC_BYTES: Final = 65_536
 TOO_LARGE: Final = "spec_too_large"
+HIGHEST_PRIORITY: Final = 1_000
 _WORLDS_NAMED: Final = 12
 # Made once: the queue asks for the share of each job that waits.
 _MESH_OF_ONE: Final = MeshSpec()
@@ -135,7 +136,7 @@ class JobSpec(SpecPart):
     priority: int = Field(
         default=0,
         ge=-1000,
-        le=1000,
+        le=HIGHEST_PRIORITY,
         description="Jobs of higher priority are placed first and may preempt jobs of lower priority.",
     )
     labels: dict[LabelKey, Annotated[str, StringConstraints(max_length=256)]] = Field(

@@ -41,7 +41,10 @@ class Device(Message):
 
 
 class Inventory(Message):
-    """The resources of a node. ``cpu_slots`` is how many CPU ranks it runs at a time."""
+    """The resources of a node. ``cpu_slots`` is how many CPU ranks it runs at a time.
+
+    ``storage_id``: the name that the storage of checkpoints has for all nodes that share it; None: unknown.
+    """
 
     hostname: Name
     cpu_slots: int = Field(ge=0)
@@ -49,6 +52,7 @@ class Inventory(Message):
     memory_bytes: int = Field(ge=0)
     accelerators: Annotated[tuple[Device, ...], AtMostOnePerRank] = ()
     versions: Versions = Field(default_factory=dict)
+    storage_id: Name | None = None
 
 
 class RunningGang(OfAttempt):

@@ -41,7 +41,9 @@
 | ``ml:facts:arrived`` | list: Fact JSON, as agents add them | until they are taken into the stream |
 | ``ml:facts:taken`` | list: the one for which a controller waited | until it is in the stream |
 | ``ml:facts`` | stream: ``m`` = Fact JSON | permanent, trimmed as acknowledged |
-| ``ml:idempotency:<subject>:<key>`` | string | TTL 24 h |
+| ``ml:idempotency:<subject>:<key>`` | string | TTL 24 h, the newest 2 000 of a subject |
+| ``ml:idempotency:<subject>`` | zset: those keys by creation in ms | TTL 24 h |
+| ``ml:plans:owner:<owner>`` | zset: id of a plan by creation in ms; the newest 1 000, and those being made | TTL 7 days |
 | ``ml:leader`` | string: controller id | TTL, renewed by the leader |
 | ``ml:epoch`` | integer: leaderships so far | permanent |
 | ``ml:codes`` | zset: hex digest of an uploaded archive by its last use in ms | permanent |
@@ -99,6 +101,9 @@ NODE_LEASE_MS: Final = 5_000
 LEADER_LEASE_MS: Final = 4_000
 IDEMPOTENCY_TTL_S: Final = 86_400
 PLAN_TTL_S: Final = 7 * 86_400
+# Each may take 64 KiB and more; without a bound one subject could fill the memory.
+CLAIMS_KEPT: Final = 2_000
+PLANS_KEPT: Final = 1_000
 PROBE_TTL_S: Final = 86_400
 FAILED_PROBE_TTL_S: Final = 60
 MEASURING_TTL_S: Final = 60
@@ -277,6 +282,16 @@ def code(hex_digest: str) -> str:
 def code_draft(hex_digest: str, random: str) -> str:
     """The same while it is being written."""
     return f"ml:code:{hex_digest}:draft:{random}"
+
+
+def idempotency_of(subject: str) -> str:
+    """The names of all answers that this subject's keys were given."""
+    return f"ml:idempotency:{subject}"
+
+
+def plans_of(owner: str) -> str:
+    """The plans of an owner."""
+    return f"ml:plans:owner:{owner}"
 
 
 def idempotency(subject: str, key: str) -> str:

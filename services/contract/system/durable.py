@@ -120,6 +120,10 @@ def is_hollow(descriptor: int) -> bool:
     size = os.fstat(descriptor).st_size
     data = holes = end = 0
     try:
+        os.lseek(descriptor, 0, os.SEEK_HOLE)
+    except OSError:  # an empty file, or a storage that tells nothing of holes
+        return False
+    try:
         while end < size and holes <= _HOLES_ALLOWED + _HOLES_A_BYTE * data:
             start = _next_data(descriptor, end, size)
             holes += start - end

@@ -17,7 +17,6 @@ from services.controller.api.routes import (
     checkpoints,
     code,
     events,
-    figures,
     inspect,
     jobs,
     plans,
@@ -35,7 +34,7 @@ from services.controller.api.tracing import Traced
 ROUTERS: Final = (
     *(jobs.router, watch.router, events.router, inspect.router, queue.router),
     *(plans.router, checkpoints.router, traces.router, code.router),
-    *(figures.router, tokens.router, webhooks.router, audit.router, unreadable.router),
+    *(system.scoped, tokens.router, webhooks.router, audit.router, unreadable.router),
 )
 """What is served under ``/v1``: every route there says which scope it takes."""
 

@@ -8,13 +8,17 @@ import asyncio
 import contextlib
 from collections import Counter
 from collections.abc import AsyncIterator
+from http import HTTPStatus
 from typing import Final
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from services.controller.api.problems import problem_response
 from services.controller.api.uploads import is_code
 
 _AT_ONCE: Final = 8
+# Each that waits has one of the connections, of which there are 512 unless the settings say otherwise.
+_WAITING_AT_MOST: Final = 128
 # It waits for a node, and works little.
 _MAKES_A_PLAN: Final = ("POST", "/v1/plans")
 
@@ -22,7 +26,7 @@ _MAKES_A_PLAN: Final = ("POST", "/v1/plans")
 class Shares:
     """ASGI middleware: lets eight requests of a subject work at a time, until their answers begin.
 
-    Those without a subject are short. Uploads have bounds of their own.
+    Of those that wait, and of streams, it has 128 at most: a further request gets 429. Those without a subject are short. Uploads have bounds of their own.
     """
 
     def __init__(self, app: ASGIApp) -> None:
@@ -33,8 +37,17 @@ class Shares:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Pass the request on once there is a slot."""
         asks = scope.get("state", {}).get("principal")
-        if asks is None or is_code(scope) or (scope["method"], scope["path"]) == _MAKES_A_PLAN:
+        if asks is None or is_code(scope):
             await self._app(scope, receive, send)
+            return
+        if self._asking[asks.subject] >= _WAITING_AT_MOST:
+            refusal = problem_response(
+                HTTPStatus.TOO_MANY_REQUESTS,
+                f"{asks.subject} waits for the answers to {_WAITING_AT_MOST} requests, the most at a time",
+                headers={"Retry-After": "1"},
+                scope=scope,
+            )
+            await refusal(scope, receive, send)
             return
         slots = self._slots.setdefault(asks.subject, asyncio.Semaphore(_AT_ONCE))
         self._asking[asks.subject] += 1
@@ -51,8 +64,9 @@ class Shares:
             await send(message)
 
         try:
-            await slots.acquire()
-            holds = True
+            if (scope["method"], scope["path"]) != _MAKES_A_PLAN:
+                await slots.acquire()
+                holds = True
             await self._app(scope, receive, send_noted)
         finally:
             give_back()

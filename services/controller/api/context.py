@@ -7,7 +7,9 @@ from typing import Annotated
 
 from fastapi import Depends, Request
 
+from services.contract.api.access import Scope
 from services.contract.jobs.entry_points import EntryPoints
+from services.contract.jobs.specs import HIGHEST_PRIORITY
 from services.controller.api.concurrency import Turns
 from services.controller.api.monitoring import Monitor
 from services.controller.api.sse import StreamSlots
@@ -29,7 +31,7 @@ class Context:
     epoch of this controller's term, None while it does not lead. ``streams`` are those that may be
     open at a time. ``entry_points`` are those that jobs may name. ``drawing``: how plans are made.
     ``trouble``: why Redis does not do what leading takes, None while it does.
-    ``turns``: one request at a time reads all steps of a job. ``uploads``: how code is taken. ``exports``: where exports are read; None: nowhere. ``webhooks``: checks where they lead; None: there are none. ``tracing``: None: no traces. ``silent_pools``: why pools do not answer, as far as this process asks them.
+    ``turns``: one request at a time reads all steps of a job. ``uploads``: how code is taken. ``most_priority``: the highest that submitters may give a job. ``exports``: where exports are read; None: nowhere. ``webhooks``: checks where they lead; None: there are none. ``tracing``: None: no traces. ``silent_pools``: why pools do not answer, as far as this process asks them.
     """
 
     ports: Ports
@@ -41,6 +43,7 @@ class Context:
     drawing: Drawing = field(default_factory=Drawing)
     trouble: Callable[[], str | None] = lambda: None
     uploads: Uploads = field(default_factory=Uploads)
+    most_priority: int = HIGHEST_PRIORITY
     exports: ExportStore | None = None
     webhooks: WebhookSender | None = None
     tracing: Tracing | None = None
@@ -49,22 +52,28 @@ class Context:
     turns: Turns = field(default_factory=Turns)
 
 
-def _context(request: Request) -> Context:
+# Asynchronous although they wait for nothing: else each request would wait for a thread, once for each of them.
+async def _context(request: Request) -> Context:
     context: Context = request.app.state.context
     return context
 
 
-def _ports(request: Request) -> Ports:
-    return _context(request).ports
+async def _ports(request: Request) -> Ports:
+    context: Context = request.app.state.context
+    return context.ports
 
 
-def _principal(request: Request) -> Principal:
+async def _principal(request: Request) -> Principal:
     asks: Principal = request.state.principal
     return asks
 
 
-def _actor(request: Request) -> Actor:
-    return Actor(_principal(request).subject, request.state.request_id)
+async def _actor(request: Request) -> Actor:
+    context: Context = request.app.state.context
+    asks: Principal = request.state.principal
+    is_operator = asks.scope.includes(Scope.OPERATOR)
+    most = HIGHEST_PRIORITY if is_operator else context.most_priority
+    return Actor(asks.subject, request.state.request_id, most)
 
 
 WithContext = Annotated[Context, Depends(_context)]

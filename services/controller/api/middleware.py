@@ -4,6 +4,7 @@ import asyncio
 import re
 import secrets
 import time
+from collections import Counter
 from http import HTTPStatus
 from typing import Final
 
@@ -11,6 +12,7 @@ import structlog
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from services.controller.api.concurrency import Turns
 from services.controller.api.monitoring import Monitor
 from services.controller.api.problems import problem_response
 from services.controller.api.rates import Buckets
@@ -24,6 +26,7 @@ MAX_BODY_BYTES: Final = 1 << 18
 _READ_AT_MOST: Final = 1 << 21
 _LARGE_BODY_BYTES: Final = 1 << 14
 _TURN_S: Final = 0.05
+_MOST_WAITING: Final = 32
 # No browser takes an answer for a script or a page, nor hands it to a page of another origin.
 _ALWAYS: Final = {
     "X-Content-Type-Options": "nosniff",
@@ -102,13 +105,14 @@ class Framing:
 class BodyLimit:
     """ASGI middleware: refuses bodies above 256 KiB, announced or not, other than of code.
 
-    Large ones take turns, 20 a second. To parse and judge one takes up to a tenth of a second, and the
+    Large ones take turns, 20 a second, those of one subject after another's; 32 of one may wait. To parse and judge one takes up to a tenth of a second, and the
     loop that does so also renews the lead: many that come together must not keep it from that.
     """
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
-        self._turn = asyncio.Lock()
+        self._turns = Turns()
+        self._waiting: Counter[str] = Counter()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Read the body up to the limit and pass it on, or refuse it."""
@@ -137,9 +141,28 @@ class BodyLimit:
             await refusal(scope, receive, send)
             return
         if len(body) > _LARGE_BODY_BYTES:
-            async with self._turn:
-                await asyncio.sleep(_TURN_S)
+            asks = scope.get("state", {}).get("principal")
+            subject = "" if asks is None else asks.subject
+            if self._waiting[subject] >= _MOST_WAITING:
+                answer = problem_response(
+                    HTTPStatus.TOO_MANY_REQUESTS,
+                    f"{_MOST_WAITING} large bodies of {subject} wait for their turn; retry in a moment",
+                    headers={"Retry-After": "1"},
+                    scope=scope,
+                )
+                await answer(scope, receive, send)
+                return
+            await self._take_turn(subject)
         await self._app(scope, _replayed(bytes(body), receive), send)
+
+    async def _take_turn(self, subject: str) -> None:
+        self._waiting[subject] += 1
+        try:
+            async with self._turns.of(subject):
+                await asyncio.sleep(_TURN_S)
+        finally:
+            self._waiting[subject] -= 1
+            self._waiting += Counter()  # forgets subjects of which none waits
 
 
 def _replayed(body: bytes, receive: Receive) -> Receive:

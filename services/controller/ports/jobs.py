@@ -4,6 +4,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Final, NamedTuple, Protocol
 
+from services.contract.jobs.specs import HIGHEST_PRIORITY
+from services.contract.words.problems import Fault
 from services.contract.words.states import JobState
 from services.controller.domain.decisions.history import HistoryEntry
 from services.controller.domain.errors import TooManyJobsError
@@ -23,20 +25,44 @@ class Stored:
 
 @dataclass(frozen=True)
 class Actor:
-    """Who causes a change: a person's request, an agent, the controller."""
+    """Who causes a change: a person's request, an agent, the controller.
+
+    ``most_priority``: the highest that it may give a job.
+    """
 
     name: str
     request_id: str | None = None
+    most_priority: int = HIGHEST_PRIORITY
+
+    def priority_faults(self, priority: int) -> list[Fault]:
+        """What is wrong with giving a job this priority."""
+        if priority <= self.most_priority:
+            return []
+        detail = (
+            f"priority: {self.name} may give jobs a priority of up to {self.most_priority} "
+            "(MESHLOOM_MAX_PRIORITY of the controller); ask an operator for a higher one"
+        )
+        return [Fault(pointer="/priority", detail=detail, code="priority_not_allowed")]
+
+
+_LABELS_KEPT: Final = 512
+"""Characters: labels may have 20 000, and the feed keeps 20 000 events."""
 
 
 class EventRecord(Record):
-    """A line of a job's event log. Its time is that of its place in the log."""
+    """A line of a job's event log. Its time is that of its place in the log.
+
+    ``owner`` and ``labels`` are the job's at that time, by which its events are found when it is deleted. None: an older
+    version wrote the line, or the labels are too long to be kept with each event.
+    """
 
     kind: str
     message: str
     actor: str
     request_id: str | None = None
     data: dict[str, Any]
+    owner: str | None = None
+    labels: dict[str, str] | None = None
 
 
 @dataclass(frozen=True)
@@ -176,6 +202,9 @@ class Among:
 
 def event_records(decision: Decision, actor: Actor) -> tuple[EventRecord, ...]:
     """A decision's notes as lines of the event log."""
+    labels: dict[str, str] | None = decision.job.spec.labels
+    if sum(len(key) + len(value) for key, value in decision.job.spec.labels.items()) > _LABELS_KEPT:
+        labels = None
     return tuple(
         EventRecord(
             kind=note.kind,
@@ -183,6 +212,8 @@ def event_records(decision: Decision, actor: Actor) -> tuple[EventRecord, ...]:
             actor=actor.name,
             request_id=actor.request_id,
             data=note.data,
+            owner=decision.job.owner,
+            labels=labels,
         )
         for note in decision.notes
     )

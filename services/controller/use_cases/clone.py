@@ -72,7 +72,7 @@ async def clone(ports: Ports, cloning: Cloning, actor: Actor, allowed: EntryPoin
     spec = with_patch(source.asked or source.spec, cloning.wanted.overrides, "/overrides")
     origin = _origin(source, cloning.wanted, spec)
     try:
-        job, outcome = await draft_job(ports, spec, Drafting(actor.name, allowed, origin))
+        job, outcome = await draft_job(ports, spec, Drafting(actor, allowed, origin))
     except InvalidRequestError as error:
         raise InvalidRequestError(
             [f.model_copy(update={"pointer": f"/overrides{f.pointer}"}) for f in error.faults]

@@ -26,7 +26,7 @@ class EventFilter:
 
     ``kinds``: any of these, each a kind or, as ``checkpoint.*``, all that begin so; none: all.
     ``job_ids``: of any of these; none: all. ``owner`` and ``labels`` are those of the job as it is
-    when the event is read: events of a deleted job have none.
+    when the event is read; of a deleted job as they were when the event was written.
     """
 
     kinds: tuple[str, ...] = ()
@@ -102,28 +102,31 @@ async def chosen(
 ) -> list[EventView]:
     """The events of these entries that are asked for; one that cannot be read is left out."""
     of_jobs = [e for e in entries if not wanted.job_ids or e.job_id in wanted.job_ids]
-    events = [event for event in map(_Reader(ports), of_jobs) if event is not None]
-    events = [event for event in events if wanted.has_kind(event.kind)]
-    if wanted.jobs is None or not events:
-        return events
-    stored = await ports.jobs.several(list(dict.fromkeys(event.job_id for event in events)))
-    fit = {s.job.id for s in stored if wanted.jobs.matches(JobSummary.of(s.job))}
-    return [event for event in events if event.job_id in fit]
+    read = [(entry, _record(ports, entry)) for entry in of_jobs]
+    found = [(entry, known) for entry, known in read if known and wanted.has_kind(known.kind)]
+    if wanted.jobs is not None and found:
+        stored = await ports.jobs.several(list(dict.fromkeys(entry.job_id for entry, _ in found)))
+        fit = {s.job.id: wanted.jobs.matches(JobSummary.of(s.job)) for s in stored}
+        found = [
+            (entry, known)
+            for entry, known in found
+            if fit.get(entry.job_id, wanted.jobs.matches_gone(known.owner, known.labels or {}))
+        ]
+    return [_view(entry, known) for entry, known in found]
 
 
-@dataclass(frozen=True)
-class _Reader:
-    ports: Ports
+def _record(ports: Ports, entry: FeedEntry) -> EventRecord | None:
+    try:
+        return EventRecord.model_validate_json(entry.body)
+    except ValidationError as error:
+        ports.note_unreadable(EVENT_FEED, error)
+        return None
 
-    def __call__(self, entry: FeedEntry) -> EventView | None:
-        try:
-            record = EventRecord.model_validate_json(entry.body)
-        except ValidationError as error:
-            self.ports.note_unreadable(EVENT_FEED, error)
-            return None
-        return EventView(
-            id=entry.id,
-            at=moment(entry.time_ms),
-            job_id=entry.job_id,
-            **record.model_dump(),
-        )
+
+def _view(entry: FeedEntry, record: EventRecord) -> EventView:
+    return EventView(
+        id=entry.id,
+        at=moment(entry.time_ms),
+        job_id=entry.job_id,
+        **record.model_dump(exclude={"owner", "labels"}),
+    )

@@ -43,7 +43,17 @@ class JobFilter:
             return False
         if self.text and self.text.lower() not in f"{job.id} {job.name}".lower():
             return False
-        return all(_has_label(job, label) for label in self.labels)
+        return self.has_labels(job.labels)
+
+    def matches_gone(self, owner: str | None, labels: Mapping[str, str]) -> bool:
+        """Whether a job is among them of which only these are known: it is deleted."""
+        if self.states or self.text or (self.owner is not None and owner != self.owner):
+            return False
+        return self.has_labels(labels)
+
+    def has_labels(self, labels: Mapping[str, str]) -> bool:
+        """Whether all that are asked for are among these."""
+        return all(_has_label(labels, label) for label in self.labels)
 
 
 async def page(
@@ -112,6 +122,6 @@ async def _chunks(
         place = Place(chunk[-1].created_ms, chunk[-1].id)
 
 
-def _has_label(job: JobSummary, wanted: str) -> bool:
+def _has_label(labels: Mapping[str, str], wanted: str) -> bool:
     key, equals, value = wanted.partition("=")
-    return key in job.labels and (not equals or job.labels[key] == value)
+    return key in labels and (not equals or labels[key] == value)

@@ -39,9 +39,9 @@ class Submission:
 
 @dataclass(frozen=True)
 class Drafting:
-    """Whose a job will be, which entry points it may name, what it begins with, and its estimate."""
+    """Who asks for a job, which entry points it may name, what it begins with, and its estimate."""
 
-    owner: str
+    actor: Actor
     allowed: EntryPoints
     origin: Origin | None = None
     estimate: JobEstimate | None = None
@@ -65,7 +65,7 @@ async def submit(
         earlier = await ports.jobs.claimed(submission.claim)
         if earlier is not None:
             return job_view(earlier.job, (), {})
-    spec, drafting = submission.wanted, Drafting(actor.name, allowed)
+    spec, drafting = submission.wanted, Drafting(actor, allowed)
     if isinstance(spec, FromPlan):
         spec, estimate = await submittable(ports, spec.plan_id, drawing)
         drafting = replace(drafting, estimate=estimate)
@@ -82,12 +82,12 @@ async def draft_job(ports: Ports, spec: JobSpec, drafting: Drafting) -> tuple[Jo
     Raises:
         InvalidRequestError: It can never run; all faults at once.
     """
-    outcome = await _predict(ports, spec, drafting.allowed)
+    outcome = await _predict(ports, spec, drafting)
     now_ms = await ports.clock.now_ms()
     job = Job(
         id=new_job_id(now_ms, ports.entropy(_RANDOM_BYTES)),
         spec=spec,
-        owner=drafting.owner,
+        owner=drafting.actor.name,
         reason=_TO_BE_PLANNED if spec.leaves_layout_open else _reason(outcome),
         created_ms=now_ms,
         updated_ms=now_ms,
@@ -105,9 +105,11 @@ def predicted(job: Job, outcome: Placed | NotNow) -> JobView:
     return job_view(job, (), {})
 
 
-async def _predict(ports: Ports, spec: JobSpec, allowed: EntryPoints) -> Placed | NotNow:
+async def _predict(ports: Ports, spec: JobSpec, drafting: Drafting) -> Placed | NotNow:
     """Where the job would be placed now; refuses one that no known node can take."""
-    faults = against_the_rules(spec, allowed)
+    allowed = drafting.allowed
+    faults = drafting.actor.priority_faults(spec.priority)
+    faults += against_the_rules(spec, allowed)
     faults += unsupported(spec, faults)
     faults += await code_faults(ports, spec, allowed)
     try:

@@ -28,6 +28,7 @@ from services.worker.agent.ranks.warm_keeper import WarmKeeper
 from services.worker.agent.session import LeaseTakenError, Life, Session
 from services.worker.agent.settings import AgentSettings, rank_environment, sentinel_environment
 from services.worker.agent.storage.exporter import Exporter
+from services.worker.agent.storage.identity import storage_identity
 from services.worker.agent.storage.job_storage import Storage
 from services.worker.agent.storage.journal import Journal
 from services.worker.agent.storage.records import RecordKeeper
@@ -57,7 +58,8 @@ async def run_agent(settings: AgentSettings, stop: asyncio.Event) -> None:
             settings.home.chmod(_ENTERED_BY_OTHERS)
         leftovers = await asyncio.to_thread(find_leftovers, folder, settings.node_id)
         await asyncio.to_thread(forget_drafts, folder.code)
-        inventory = await asyncio.to_thread(take_inventory, settings.cpu_slots)
+        storage_id = await asyncio.to_thread(storage_identity, settings.checkpoint_root)
+        inventory = await asyncio.to_thread(take_inventory, settings.cpu_slots, storage_id)
         network = await asyncio.to_thread(find_network, settings.address, settings.redis_url)
         async with (
             writing_client(settings.redis_address) as writing,

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 
+from services.contract.redis import redis_keys as keys
 from services.contract.words.states import JobState
 from services.controller.adapters.memory.server import MemoryServer
 from services.controller.domain.decisions.history import HistoryEntry, creation
@@ -44,6 +45,9 @@ class MemoryJobs:
         self._server.jobs[decision.job.id] = stored
         if claim is not None:
             self._server.claims[claim.subject, claim.key] = (claim, stored)
+            own = [made for made in self._server.claims if made[0] == claim.subject]
+            for oldest in own[: -keys.CLAIMS_KEPT]:
+                del self._server.claims[oldest]
         self._log(decision.job, event_records(decision, actor), (creation(decision.job),))
         await self._server.wake()
         return stored

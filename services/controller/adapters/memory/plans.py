@@ -26,6 +26,7 @@ class MemoryPlans:
         for forgotten in [i for i, (ends, _) in self._server.plans.items() if ends <= now_ms]:
             del self._server.plans[forgotten]
         self._server.plans[plan.id] = (now_ms + keys.PLAN_TTL_S * 1000, plan)
+        self._forget_oldest_of(plan)
         if measure is not None and isinstance(measure.command, MeasureNode):
             marker = keys.measuring(measure.node_id, measure.command.device_type)
             if self._mark(marker, keys.MEASURING_TTL_S * 1000):
@@ -40,6 +41,21 @@ class MemoryPlans:
             return "pending"
         self._server.deliver((question,))
         return "asked"
+
+    def _forget_oldest_of(self, newest: Plan) -> None:
+        """Those that are being made are kept, for jobs wait for them."""
+        own = [plan for _, plan in self._server.plans.values() if plan.owner == newest.owner]
+        own.sort(key=lambda plan: (plan.created_ms, plan.id))
+        patience_ms = newest.answer_by_ms - newest.created_ms
+        over = max(len(own) - keys.PLANS_KEPT, 0)
+        done = [
+            plan
+            for plan in own
+            if plan.state is not PlanState.PROBING
+            or plan.created_ms + patience_ms < newest.created_ms
+        ]
+        for plan in done[:over]:
+            del self._server.plans[plan.id]
 
     async def load(self, plan_id: str) -> Plan:
         """See ``PlanStore.load``."""

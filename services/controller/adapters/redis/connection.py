@@ -21,7 +21,7 @@ from redis.exceptions import ConnectionError as RedisConnectionError
 from redis.exceptions import NoPermissionError, OutOfMemoryError, ReadOnlyError, ResponseError
 from redis.exceptions import TimeoutError as RedisTimeoutError
 
-from services.controller.adapters.redis.scripts import checked
+from services.controller.adapters.redis.script_parts import checked
 from services.controller.domain.errors import StoreUnavailableError
 
 MAX_BLOCK_S: Final = 20.0

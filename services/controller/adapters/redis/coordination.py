@@ -7,19 +7,43 @@ from typing import Final
 from redis.asyncio.client import PubSub
 
 from services.contract.redis import redis_keys as keys
-from services.controller.adapters.redis import scripts
 from services.controller.adapters.redis.connection import RedisClients, answering
 
 _CONFIRMED_WITHIN_S: Final = 5.0
+
+_TAKE_LEAD: Final = """
+-- KEYS: leader, epoch; ARGV: holder, lease in ms
+if not redis.call('SET', KEYS[1], ARGV[1], 'NX', 'PX', ARGV[2]) then
+  redis.call('GET', KEYS[1])  -- what is no lease would never run out: this says so
+  return 0
+end
+return redis.call('INCR', KEYS[2])
+"""
+
+
+_RENEW_LEAD: Final = """
+-- KEYS: leader; ARGV: holder, lease in ms
+if redis.call('GET', KEYS[1]) ~= ARGV[1] then return 0 end
+-- A write, as all decisions are: a Redis that refuses those ends the term, and so says why.
+redis.call('SET', KEYS[1], ARGV[1], 'PX', ARGV[2])
+return 1
+"""
+
+
+_RELEASE_LEAD: Final = """
+-- KEYS: leader; ARGV: holder
+if redis.call('GET', KEYS[1]) ~= ARGV[1] then return 0 end
+return redis.call('DEL', KEYS[1])
+"""
 
 
 class RedisLeadership:
     """The port ``Leadership``."""
 
     def __init__(self, clients: RedisClients) -> None:
-        self._take = clients.script(scripts.TAKE_LEAD)
-        self._renew = clients.script(scripts.RENEW_LEAD)
-        self._release = clients.script(scripts.RELEASE_LEAD)
+        self._take = clients.script(_TAKE_LEAD)
+        self._renew = clients.script(_RENEW_LEAD)
+        self._release = clients.script(_RELEASE_LEAD)
 
     async def take(self, holder: str) -> int | None:
         """See ``Leadership.take``."""

@@ -16,7 +16,7 @@ from pydantic import ValidationError
 
 from services.contract.redis import redis_keys as keys
 from services.contract.words.states import JobState
-from services.controller.adapters.redis import scripts
+from services.controller.adapters.redis import job_scripts
 from services.controller.adapters.redis.connection import (
     RedisClients,
     answering,
@@ -60,7 +60,7 @@ class JobIndex:
         self._clients = clients
         self._read = read
         self._load = load
-        self._put = clients.script(scripts.LIST_JOB)
+        self._put = clients.script(job_scripts.LIST_JOB)
         # By how much the indexes differed when they were built last, for records that nobody can list.
         self._surplus = 0
 

@@ -27,6 +27,7 @@ SPLIT_MARK: Final = '{"split":1,'
 _IN_PARTS: Final = frozenset(name for names in PARTS.values() for name in names)
 _VERSION: Final = TypeAdapter(Annotated[int, Field(ge=1)])
 _KEPT_CHARACTERS: Final = 16 << 20
+_KEPT_OF_ENDED: Final = 2 << 20
 
 
 class Row(NamedTuple):
@@ -140,19 +141,44 @@ def unreadable(job_id: str, why: str) -> str:
 
 
 class KnownRows:
-    """Jobs as they were read last: the loops read all active ones each second, and few of them change.
+    """Jobs as they were read last: the loops read active ones each second, and few of them change.
+
+    Of jobs that have ended much less is kept, for whoever looks at the same list again: else what a
+    controller takes would grow with each job that ends.
 
     Args:
-        characters: So much of records is kept, those that were used last.
+        characters: So much of records of jobs that have not ended is kept, those that were used last.
+        ended_characters: The same of jobs that have.
     """
 
-    def __init__(self, characters: int = _KEPT_CHARACTERS) -> None:
+    def __init__(
+        self, characters: int = _KEPT_CHARACTERS, ended_characters: int = _KEPT_OF_ENDED
+    ) -> None:
+        self._open = _Rows(characters)
+        self._ended = _Rows(ended_characters)
+
+    def get(self, row: Row) -> Stored | None:
+        """The job of a row that is the same to the letter as when it was read."""
+        return self._open.get(row) or self._ended.get(row)
+
+    def put(self, row: Row, stored: Stored) -> None:
+        """Keep it, in place of what was used longest ago."""
+        self.forget(row.job_id)
+        (self._ended if stored.job.is_terminal else self._open).put(row, stored)
+
+    def forget(self, job_id: str) -> None:
+        """It is deleted."""
+        self._open.forget(job_id)
+        self._ended.forget(job_id)
+
+
+class _Rows:
+    def __init__(self, characters: int) -> None:
         self._most = characters
         self._characters = 0
         self._known: OrderedDict[str, tuple[Row, Stored]] = OrderedDict()
 
     def get(self, row: Row) -> Stored | None:
-        """The job of a row that is the same to the letter as when it was read."""
         known = self._known.get(row.job_id)
         if known is None or known[0] != row:
             return None
@@ -160,15 +186,12 @@ class KnownRows:
         return known[1]
 
     def put(self, row: Row, stored: Stored) -> None:
-        """Keep it, in place of what was used longest ago."""
-        self.forget(row.job_id)
         self._known[row.job_id] = (row, stored)
         self._characters += _size(row)
         while self._characters > self._most:
             self.forget(next(iter(self._known)))
 
     def forget(self, job_id: str) -> None:
-        """It is deleted."""
         known = self._known.pop(job_id, None)
         if known is not None:
             self._characters -= _size(known[0])

@@ -9,7 +9,7 @@ from services.contract.messages.commands import COMMAND
 from services.contract.redis import redis_keys as keys
 from services.contract.system.long_work import in_turns
 from services.contract.words.states import JobState
-from services.controller.adapters.redis import scripts
+from services.controller.adapters.redis import job_scripts
 from services.controller.adapters.redis.connection import (
     RedisClients,
     answering,
@@ -84,11 +84,11 @@ class RedisJobs:
         )
         self._telemetry_kept_s = telemetry_kept_s
         self._quota = quota
-        self._commit = clients.script(scripts.COMMIT)
-        self._create = clients.script(scripts.CREATE)
-        self._restore = clients.script(scripts.RESTORE)
-        self._delete = clients.script(scripts.DELETE)
-        self._send = clients.script(scripts.SEND)
+        self._commit = clients.script(job_scripts.COMMIT)
+        self._create = clients.script(job_scripts.CREATE)
+        self._restore = clients.script(job_scripts.RESTORE)
+        self._delete = clients.script(job_scripts.DELETE)
+        self._send = clients.script(job_scripts.SEND)
 
     async def create(self, decision: Decision, actor: Actor, claim: Claim | None) -> Stored:
         """See ``JobStore.create``."""
@@ -107,6 +107,7 @@ class RedisJobs:
                     keys.EVENT_FEED,
                     keys.jobs_not_ended(job.owner),
                     keys.jobs_of_owner(job.owner),
+                    keys.idempotency_of("" if claim is None else claim.subject),
                 ],
                 args=[
                     job.id,
@@ -120,6 +121,7 @@ class RedisJobs:
                     keys.IDEMPOTENCY_TTL_S,
                     self._quota.not_ended,
                     self._quota.kept,
+                    keys.CLAIMS_KEPT,
                     *_listed(_bodies(event_records(decision, actor))),
                     *_listed(_bodies((creation(job),))),
                     keys.CHANGES_KEPT,

@@ -9,7 +9,7 @@ from services.contract.messages.probing import DeviceType
 from services.contract.messages.telemetry import MetricRecord, StepRecord
 from services.contract.redis import redis_keys as keys
 from services.contract.words.bounds import NAME_CHARACTERS
-from services.controller.adapters.redis import scripts
+from services.controller.adapters.redis import machine_scripts
 from services.controller.adapters.redis.connection import (
     MAX_BLOCK_S,
     RedisClients,
@@ -50,11 +50,11 @@ class RedisNodes:
     def __init__(self, clients: RedisClients) -> None:
         self._clients = clients
         self._known: dict[str, tuple[_NodeTexts, Node]] = {}
-        self._leases = clients.reads.register_script(scripts.LEASES)
-        self._put = clients.script(scripts.PUT_NODE)
-        self._forget = clients.script(scripts.FORGET_NODE)
-        self._drain = clients.script(scripts.DRAIN_NODE)
-        self._measure = clients.script(scripts.MEASURED_NODE)
+        self._leases = clients.reads.register_script(machine_scripts.LEASES)
+        self._put = clients.script(machine_scripts.PUT_NODE)
+        self._forget = clients.script(machine_scripts.FORGET_NODE)
+        self._drain = clients.script(machine_scripts.DRAIN_NODE)
+        self._measure = clients.script(machine_scripts.MEASURED_NODE)
 
     async def nodes(self) -> list[Node]:
         """See ``NodeStore.nodes``."""
@@ -186,7 +186,7 @@ class RedisFacts:
 
     def __init__(self, clients: RedisClients) -> None:
         self._clients = clients
-        self._take = clients.script(scripts.TAKE_FACTS)
+        self._take = clients.script(machine_scripts.TAKE_FACTS)
 
     async def prepare(self) -> None:
         """See ``FactQueue.prepare``."""

@@ -14,13 +14,13 @@ from services.contract.messages.probing import MeasureNode, ModelProbed
 from services.contract.redis import redis_keys as keys
 from services.contract.system.cancellation import end_if_told
 from services.contract.words.states import PlanState
-from services.controller.adapters.redis import scripts
 from services.controller.adapters.redis.connection import (
     RedisClients,
     answering,
     is_mistyped,
     to_ms,
 )
+from services.controller.adapters.redis.script_parts import REFUSE_DEPOSED, TAKE_LIST, TO_INBOX
 from services.controller.domain.errors import DeposedError, RecordUnreadableError, no_plan
 from services.controller.domain.job.effects import Send
 from services.controller.domain.plans.pace import PACES_KEPT, Pace
@@ -31,15 +31,77 @@ from services.controller.ports.plans import Asked
 _PLAN_ID: Final = re.compile("plan_[0-9a-z]{26}")
 _LOOK_EVERY_S: Final = 0.1
 
+_KEEP_PLAN: Final = (
+    TAKE_LIST
+    + TO_INBOX
+    + """
+-- KEYS: plan, answer, that it was asked, inbox, that measuring was asked, inbox for that, all plans, the
+-- owner's plans
+local doc, state, ttl, fresh, field = take(), take(), take(), take(), take()
+local patience, question, measuring, measure = take(), take(), take(), take()
+local id, created, forgotten = take(), take(), take()
+local probing, prefix, most = take(), take(), take()
+redis.call('HSET', KEYS[1], 'doc', doc, 'state', state)
+redis.call('EXPIRE', KEYS[1], ttl)
+redis.call('ZADD', KEYS[7], created, id)
+redis.call('ZREMRANGEBYSCORE', KEYS[7], '-inf', forgotten)
+redis.call('EXPIRE', KEYS[7], ttl)
+redis.call('ZADD', KEYS[8], created, id)
+redis.call('EXPIRE', KEYS[8], ttl)
+-- Those that are being made are kept, for jobs wait for them.
+local over = redis.call('ZCARD', KEYS[8]) - most
+for _, oldest in ipairs(over > 0 and redis.call('ZRANGE', KEYS[8], 0, 63) or {}) do
+  local is_made = redis.pcall('HGET', prefix .. oldest, 'state') ~= probing
+  local since = tonumber(redis.call('ZSCORE', KEYS[8], oldest))
+  if over > 0 and oldest ~= id and (is_made or since + patience < tonumber(created)) then
+    redis.call('DEL', prefix .. oldest)
+    redis.call('ZREM', KEYS[8], oldest)
+    redis.call('ZREM', KEYS[7], oldest)
+    over = over - 1
+  end
+end
+if measure ~= '' and redis.call('SET', KEYS[5], '1', 'NX', 'EX', measuring) then
+  to_inbox(KEYS[6], field, measure)
+end
+if fresh == '1' then redis.call('DEL', KEYS[2], KEYS[3]) end
+if redis.call('EXISTS', KEYS[2]) == 1 then return 'cached' end
+if not redis.call('SET', KEYS[3], '1', 'NX', 'PX', patience) then return 'pending' end
+to_inbox(KEYS[4], field, question)
+return 'asked'
+"""
+)
+
+
+_CONCLUDE_PLAN: Final = """
+-- KEYS: plan; ARGV: the state that it must be in, record, state
+local known = redis.call('HMGET', KEYS[1], 'state', 'doc')
+if not known[1] then return {'gone', ''} end
+if known[1] ~= ARGV[1] then return {'known', known[2]} end
+redis.call('HSET', KEYS[1], 'doc', ARGV[2], 'state', ARGV[3])
+return {'ok', ''}
+"""
+
+
+_KEEP_ANSWER: Final = (
+    REFUSE_DEPOSED
+    + """
+-- KEYS: epoch, answer, that it was asked; ARGV: epoch, record, its life in s
+if deposed(KEYS[1], ARGV[1]) then return 'deposed' end
+redis.call('SET', KEYS[2], ARGV[2], 'EX', ARGV[3])
+redis.call('DEL', KEYS[3])
+return 'ok'
+"""
+)
+
 
 class RedisPlans:
     """The port ``PlanStore``."""
 
     def __init__(self, clients: RedisClients) -> None:
         self._clients = clients
-        self._keep = clients.script(scripts.KEEP_PLAN)
-        self._conclude = clients.script(scripts.CONCLUDE_PLAN)
-        self._keep_answer = clients.script(scripts.KEEP_ANSWER)
+        self._keep = clients.script(_KEEP_PLAN)
+        self._conclude = clients.script(_CONCLUDE_PLAN)
+        self._keep_answer = clients.script(_KEEP_ANSWER)
 
     async def keep(
         self, plan: Plan, question: Send, measure: Send | None, *, fresh: bool = False
@@ -58,6 +120,7 @@ class RedisPlans:
                     keys.measuring(node_id, device_type),
                     keys.node_inbox(node_id),
                     keys.PLANS,
+                    keys.plans_of(plan.owner),
                 ],
                 args=[
                     plan.model_dump_json(),
@@ -72,6 +135,9 @@ class RedisPlans:
                     plan.id,
                     plan.created_ms,
                     plan.created_ms - keys.PLAN_TTL_S * 1000,
+                    PlanState.PROBING.value,
+                    keys.plan(""),
+                    keys.PLANS_KEPT,
                 ],
             )
         return status

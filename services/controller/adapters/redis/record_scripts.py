@@ -2,7 +2,7 @@
 
 from typing import Final
 
-from services.controller.adapters.redis.scripts import LIVE_AT_MOST, TO_INBOX
+from services.controller.adapters.redis.script_parts import LIVE_AT_MOST, TO_INBOX
 
 ASK_BACK: Final = (
     TO_INBOX

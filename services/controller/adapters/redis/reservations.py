@@ -4,7 +4,7 @@ from typing import Final, cast
 
 from services.contract.redis import redis_keys as keys
 from services.controller.adapters.redis.connection import RedisClients, answering
-from services.controller.adapters.redis.scripts import PUT_RESERVATION
+from services.controller.adapters.redis.machine_scripts import PUT_RESERVATION
 from services.controller.domain.errors import DeposedError, StaleWriteError
 from services.controller.domain.scheduling.reservations import Reservation
 

@@ -14,7 +14,7 @@ from collections.abc import Awaitable, Callable, Iterable, Sequence
 from typing import Any, Final
 
 from services.contract.redis import redis_keys as keys
-from services.controller.adapters.redis import scripts
+from services.controller.adapters.redis import job_scripts
 from services.controller.adapters.redis.connection import RedisClients, answering, is_mistyped
 from services.controller.adapters.redis.job_rows import Row
 from services.controller.domain.errors import StoreUnavailableError
@@ -54,7 +54,7 @@ class WorkingSet:
         self._parse = parse
         self._list_again = list_again
         self._compared_every_s = compared_every_s
-        self._digest = clients.reads.register_script(scripts.DIGEST_ACTIVE)
+        self._digest = clients.reads.register_script(job_scripts.DIGEST_ACTIVE)
         self._turn = asyncio.Lock()
         self._seen: str | None = None
         self._compared_at = 0.0

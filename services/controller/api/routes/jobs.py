@@ -164,6 +164,9 @@ async def patch_job(
     Only edits of a job make its ETag stale, not its progress.
     """
     refuse_unspeakable(patch)
+    faults = [] if patch.priority is None else actor.priority_faults(patch.priority)
+    if faults:
+        raise InvalidRequestError(faults)
     event = PatchAsked(patch, revisions_matched(if_match))
     return answer(request, await use_cases.change_course(ports, job_id, event, actor))
 

@@ -1,4 +1,4 @@
-"""Whether the controller lives, serves, and which build it is. Open to everybody."""
+"""Whether the controller lives, serves, and which build it is, open to everybody; and its figures."""
 
 import importlib.metadata
 from http import HTTPStatus
@@ -8,11 +8,14 @@ from fastapi import APIRouter, Request, Response
 
 from services.contract.api.views import Health, Version
 from services.controller.api.conditional import answer
-from services.controller.api.context import WithContext
+from services.controller.api.context import WithContext, WithPrincipal
 from services.controller.api.monitoring import CONTENT_TYPE
+from services.controller.api.scopes import READS
 from services.controller.domain.errors import StoreUnavailableError
 
 router = APIRouter(tags=["system"])
+scoped = APIRouter(prefix="/v1", tags=["system"])
+"""What of it names jobs: not open to everybody."""
 _RETRY: Final = {"Retry-After": "1"}
 
 
@@ -62,6 +65,20 @@ async def metrics(context: WithContext) -> Response:
     return Response(
         await context.monitor.exposition(context.ports), headers={"Content-Type": CONTENT_TYPE}
     )
+
+
+@scoped.get(
+    "/metrics",
+    response_class=Response,
+    responses={200: {"content": {"text/plain": {}}}},
+    dependencies=[READS],
+)
+async def all_metrics(context: WithContext, asks: WithPrincipal) -> Response:
+    """All figures of `/metrics`, and those of the newest 100 running jobs, for Prometheus."""
+    context.monitor.leads(context.epoch() is not None)
+    async with context.turns.of(asks.subject):
+        text = await context.monitor.job_exposition(context.ports)
+    return Response(text, headers={"Content-Type": CONTENT_TYPE})
 
 
 @router.get("/version", response_model=Version)

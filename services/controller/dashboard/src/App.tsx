@@ -6,6 +6,7 @@ import { JobsPage } from "./pages/JobsPage";
 import { LoginPage } from "./pages/LoginPage";
 import { type PageName, type Route, useRoute } from "./router";
 import { Quiet } from "./ui/parts";
+import { chooseTheme, type Theme, THEMES, useTheme } from "./ui/theme";
 
 // Each page is a file of its own, which the browser asks for when the page is first opened.
 const AccessPage = lazy(() => import("./pages/AccessPage"));
@@ -18,6 +19,7 @@ const PlanPage = lazy(() => import("./pages/PlanPage"));
 const PlansPage = lazy(() => import("./pages/PlansPage"));
 const QueuePage = lazy(() => import("./pages/QueuePage"));
 const SubmitPage = lazy(() => import("./pages/SubmitPage"));
+const WebhooksPage = lazy(() => import("./pages/WebhooksPage"));
 
 const MENU: { page: PageName; title: string; also: PageName[] }[] = [
   { page: "jobs", title: "Jobs", also: ["job", "logs"] },
@@ -26,6 +28,7 @@ const MENU: { page: PageName; title: string; also: PageName[] }[] = [
   { page: "plans", title: "Plans", also: ["plan"] },
   { page: "checkpoints", title: "Checkpoints", also: [] },
   { page: "nodes", title: "Nodes", also: [] },
+  { page: "webhooks", title: "Webhooks", also: [] },
   { page: "access", title: "Access", also: [] },
 ];
 // The others know their own titles once they have their data.
@@ -65,6 +68,7 @@ export function App() {
         <a className="button primary" href="#/submit" aria-current={page === "submit" ? "page" : undefined}>
           Submit
         </a>
+        <ThemeChoice />
         {token.get() !== null && !needsToken ? (
           <button type="button" onClick={logOut}>
             Log out
@@ -82,6 +86,19 @@ export function App() {
         )}
       </main>
     </>
+  );
+}
+
+function ThemeChoice() {
+  const theme = useTheme();
+  return (
+    <select className="theme" aria-label="Theme" title="Colours of the dashboard in this browser" value={theme} onChange={({ target }) => chooseTheme(target.value as Theme)}>
+      {THEMES.map((name) => (
+        <option key={name} value={name}>
+          {name}
+        </option>
+      ))}
+    </select>
   );
 }
 
@@ -107,6 +124,8 @@ function Page({ route: { page, id, query } }: { route: Route }) {
       return <CheckpointsPage query={query} />;
     case "nodes":
       return <NodesPage />;
+    case "webhooks":
+      return <WebhooksPage />;
     case "access":
       return <AccessPage query={query} />;
     default:

@@ -7,7 +7,13 @@ import "./style/tokens.css";
 import "./style/base.css";
 import "./style/pages.css";
 import "./style/plans.css";
-import "./style/more.css";
+import "./style/frame.css";
+import "./style/lists.css";
+import "./style/compare.css";
+import "./style/logs.css";
+import "./style/submit.css";
+import "./style/ranks.css";
+import "./style/widths.css";
 
 const root = document.getElementById("root");
 if (root) {

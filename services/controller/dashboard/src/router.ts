@@ -2,7 +2,7 @@
 
 import { useSyncExternalStore } from "react";
 
-export const PAGES = ["jobs", "job", "logs", "compare", "submit", "queue", "plans", "plan", "checkpoints", "nodes", "access", "login"] as const;
+export const PAGES = ["jobs", "job", "logs", "compare", "submit", "queue", "plans", "plan", "checkpoints", "nodes", "webhooks", "access", "login"] as const;
 export type PageName = (typeof PAGES)[number];
 
 export interface Route {
@@ -22,6 +22,7 @@ const LISTS: Record<string, PageName> = {
   plans: "plans",
   checkpoints: "checkpoints",
   nodes: "nodes",
+  webhooks: "webhooks",
   access: "access",
   login: "login",
 };

@@ -136,7 +136,7 @@ def _hopeless(job: Job, attempt: Attempt, failure: Failure, why: ExitReason) -> 
     is_before_any = attempt.first_step is None and (failure.step or 0) <= attempt.resumed_step
     is_memory = why == ExitReason.OUT_OF_MEMORY and is_exception(failure)
     if (why == ExitReason.USER_ERROR or is_memory) and is_before_any:
-        return ", before the first step of the attempt was done"
+        return "; the attempt made no step, so another would fail in the same way"
     if why in _REPEATABLE and _same_as_before(job, attempt, failure):
         return ", the second time at this step"
     if why == ExitReason.NON_FINITE_LOSS:

@@ -97,7 +97,8 @@ class GangRequest:
     def of(cls, spec: JobSpec, ranks: int | None = None) -> "GangRequest":
         """The gang of a job: of an elastic one with so many ranks, or else the smallest."""
         ranks = spec.worlds[0] if ranks is None else ranks
-        copy, tp = spec.share.copy, spec.share.tp
+        share = spec.share
+        copy, tp = share.copy, share.tp
         close = copy if ranks > copy else tp
         spreads = spec.resources.world is not None
         return cls(ranks, spec.resources.device, tp, close, spreads=spreads)

@@ -21,6 +21,10 @@ from services.worker.agent.storage.job_storage import fault_of
 
 _MOST_THREADS: Final = 4
 _MOST_WAITING: Final = 64
+# A rank writes one shard while the one before it is read. Beyond these two small ones alone may wait: many
+# votes for one large file, by links to it, would keep a gang that has ended for hours.
+_ANY_SIZE: Final = 2
+_MOST_BYTES_WAITING: Final = 16 << 30
 _NICENESS: Final = 10
 Checked = Callable[[int, RankVote, str | None], None]
 
@@ -42,6 +46,7 @@ class VoteCheck:
         self._most_threads = min(ranks, _MOST_THREADS)
         self._on_checked = on_checked
         self._waiting: Counter[int] = Counter()
+        self._waiting_bytes: Counter[int] = Counter()
         self._votes: queue.SimpleQueue[tuple[int, RankVote] | None] = queue.SimpleQueue()
         self._threads: list[threading.Thread] = []
         self._is_over = threading.Event()
@@ -56,7 +61,13 @@ class VoteCheck:
         if self._waiting[rank] >= _MOST_WAITING:
             self._on_checked(rank, vote, f"{_MOST_WAITING} of the rank's votes wait for a check")
             return
+        total = self._waiting_bytes[rank] + vote.shard.bytes
+        if self._waiting[rank] >= _ANY_SIZE and total > _MOST_BYTES_WAITING:
+            what = f"{self._waiting[rank]} of the rank's votes wait for a check, {total >> 30} GiB"
+            self._on_checked(rank, vote, what)
+            return
         self._waiting[rank] += 1
+        self._waiting_bytes[rank] = total
         self._votes.put((rank, vote))
         if len(self._threads) < min(self._most_threads, self._waiting.total()):
             # A daemon: a storage that never answers must not hold the agent's own end up.
@@ -96,5 +107,6 @@ class VoteCheck:
 
     def _done(self, rank: int, vote: RankVote, fault: str | None) -> None:
         self._waiting[rank] -= 1
+        self._waiting_bytes[rank] -= vote.shard.bytes
         if not self._is_over.is_set():
             self._on_checked(rank, vote, fault)

@@ -15,7 +15,7 @@ _QUERY_TIMEOUT_S: Final = 20
 _MIB: Final = 1 << 20
 
 
-def take_inventory(cpu_slots: int) -> Inventory:
+def take_inventory(cpu_slots: int, storage_id: str | None = None) -> Inventory:
     """Look the node over. Never imports torch: a broken driver must not take the agent down."""
     return Inventory(
         hostname=socket.gethostname(),
@@ -24,6 +24,7 @@ def take_inventory(cpu_slots: int) -> Inventory:
         memory_bytes=psutil.virtual_memory().total,
         accelerators=nvidia_devices(),
         versions=installed_versions(),
+        storage_id=storage_id,
     )
 
 

@@ -21,6 +21,7 @@ import math
 import mmap
 import os
 import re
+import stat
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
@@ -46,6 +47,7 @@ _PLAIN_NAME: Final = re.compile(
     r"(?!model|ema[.-]|export\.json$)[A-Za-z0-9][A-Za-z0-9_-]*(\.[A-Za-z0-9_-]+)*", re.ASCII
 )
 _MOST_FILES: Final = 32
+_GROUP_READS: Final = 0o050
 _MOST_HEADER: Final = 100_000_000
 _MOST_RUNS: Final = 1 << 28
 _MOST_DIMS: Final = 64  # as PyTorch has
@@ -130,6 +132,7 @@ def export(root: Path, job_id: str, checkpoint_id: str, file_bytes: int) -> Expo
             written = [_write(partial, kind, kinds[kind], file_bytes) for kind in kinds]
             names = (*itertools.chain(*written), *_write_beside(partial, beside))
         _write_manifest(partial, names)
+        _share_with_readers(partial, root)
         sync_folder(partial)
         remove_what_can_be(folder)
         partial.replace(folder)
@@ -265,6 +268,29 @@ def _write_manifest(folder: Path, names: Iterable[str]) -> None:
         file.write(ExportManifest(files=files).model_dump_json(indent=1).encode())
         file.flush()
         os.fsync(file.fileno())
+
+
+def _share_with_readers(folder: Path, root: Path) -> None:
+    """Let the group of the storage root read an export, if that group may read the root itself.
+
+    The controller is of that group where it is not the agent's user, as in docker-compose.yml. Of a job's folder it may
+    only enter; shards, records and the chain stay what they are.
+    """
+    about = root.stat()
+    if about.st_mode & _GROUP_READS != _GROUP_READS:
+        return
+    job = folder.parents[1]
+    added = {job: 0o010, folder.parent: 0o050, folder: 0o050} | dict.fromkeys(
+        folder.iterdir(), 0o040
+    )
+    for path, mode in added.items():
+        known = path.lstat()
+        if known.st_gid != about.st_gid:
+            try:
+                os.chown(path, -1, about.st_gid, follow_symlinks=False)
+            except PermissionError:
+                return  # not root, and not of that group: the export is whole, and stays this user's
+        path.chmod(stat.S_IMODE(known.st_mode) | mode)
 
 
 def _described(path: Path) -> ExportedFile:

@@ -76,6 +76,13 @@ export async function remove(path: string): Promise<void> {
   if (!response.ok) throw await refused(response);
 }
 
+/** A file of `path`, whole, however long it takes. */
+export async function blob(path: string): Promise<Blob> {
+  const response = await send(path, {}, null);
+  if (!response.ok) throw await refused(response);
+  return response.blob();
+}
+
 /**
  * Server-sent events of `path` until they end or `signal` aborts. The browser's own EventSource cannot
  * show a token.
@@ -147,7 +154,8 @@ async function refused(response: Response): Promise<ProblemError> {
   }
   const error = new ProblemError(response.status, problem, `HTTP ${response.status} ${response.statusText}`.trim());
   if (response.status === 401) connection.unauthorized();
-  if (response.status >= 502) connection.unavailable(error.message);
+  // Without a stream pages are polled: the controller is well.
+  if (response.status >= 502 && problem?.code !== "too_many_streams") connection.unavailable(error.message);
   return error;
 }
 

@@ -26,6 +26,7 @@ import type {
   RankList,
   TokenList,
   TraceList,
+  WebhookList,
 } from "./types";
 
 const LIVE_MS = 1_000;
@@ -220,6 +221,10 @@ export function useQueue(): Polled<QueueView> {
 
 export function useCapacity(): Polled<CapacityView> {
   return usePolled("v1/capacity", CALM_MS);
+}
+
+export function useWebhooks(): Polled<WebhookList> {
+  return usePolled("v1/webhooks", SLOW_MS);
 }
 
 export function useTokens(): Polled<TokenList> {

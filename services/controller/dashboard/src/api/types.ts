@@ -1,6 +1,6 @@
 // Written by `npm run types` from tests/controller/openapi.json; not to be edited.
-// document badf4c2506566fb793875a1e04268a327659fedbcad60328d7f25f4f6b4b5cfd
-// types 05ffe1230766be066061873a381b71b9b36f6fe6e8fb32053b1996781a50f57d
+// document 14a72d2ef3095e3e328e6f3e57a23e46fb19fef39da1e4deff925897b65de936
+// types 69c28157c5d485cf35e36596323f53c47ea161a7f4ecfe7d86002e90d0d0d25c
 
 export type paths = Record<string, never>;
 export type webhooks = Record<string, never>;
@@ -823,6 +823,8 @@ export interface components {
         /**
          * Inventory
          * @description The resources of a node. ``cpu_slots`` is how many CPU ranks it runs at a time.
+         *
+         *     ``storage_id``: the name that the storage of checkpoints has for all nodes that share it; None: unknown.
          */
         Inventory: {
             /**
@@ -838,6 +840,8 @@ export interface components {
             hostname: string;
             /** Memory Bytes */
             memory_bytes: number;
+            /** Storage Id */
+            storage_id: string | null;
             /** Versions */
             versions: {
                 [key: string]: string;

@@ -1,7 +1,7 @@
 import { useEffect, useLayoutEffect, useMemo, useRef, useState } from "react";
 import { useNodes, useRanks } from "../api/queries";
 import type { JobView, RankPlacement, RankView } from "../api/types";
-import { useColorScheme } from "../ui/Chart";
+import { useIsDark } from "../ui/theme";
 import { bytes, duration } from "../ui/format";
 import { Panel } from "../ui/parts";
 import { type Phase, phaseOf } from "./phases";
@@ -25,7 +25,7 @@ export function RankGrid({ job }: { job: JobView }) {
   const [width, setWidth] = useState(0);
   const holder = useRef<HTMLDivElement>(null);
   const canvas = useRef<HTMLCanvasElement>(null);
-  const dark = useColorScheme();
+  const dark = useIsDark();
   const plan = job.plan;
   const mesh = plan?.sharding.mesh;
   const capacityOf = useMemo(() => capacities(nodes?.items ?? []), [nodes]);

@@ -1,11 +1,12 @@
 import { useMutation } from "@tanstack/react-query";
 import { useId, useState } from "react";
-import { post, remove } from "../api/client";
+import { blob, post, remove, token } from "../api/client";
 import { refreshAll, useCheckpoints, useJobs, useJobsById } from "../api/queries";
 import type { CheckpointView, JobView } from "../api/types";
 import { RESUMABLE } from "../job/Actions";
 import { jobHref, replaceQuery } from "../router";
 import { Dialog } from "../ui/Dialog";
+import { download } from "../ui/download";
 import { bytes, dateTime, loss, shortId, whole } from "../ui/format";
 import { Panel, Quiet, StateChip, Trouble } from "../ui/parts";
 import { Ago } from "../ui/time";
@@ -108,6 +109,7 @@ function Row({ job, checkpoint }: { job: JobView; checkpoint: CheckpointView }) 
             {note}
           </div>
         ))}
+        {checkpoint.export?.state === "DONE" ? <Exported checkpoint={checkpoint} made={checkpoint.export} /> : null}
       </td>
       <td className="number">{whole(checkpoint.step)}</td>
       <td className="number">{loss(checkpoint.loss)}</td>
@@ -129,14 +131,55 @@ function notes({ reason, verified_at, corrupt_file, held_by, export: made }: Che
     verified_at && `verified ${dateTime(verified_at)}`,
     corrupt_file && `differs or is missing: ${corrupt_file}`,
     held_by.length > 0 && `kept for ${held_by.map(shortId).join(", ")}, which begin from it`,
-    made && exported(made),
+    made && made.state !== "DONE" && exporting(made),
   ].filter((note) => typeof note === "string" && note !== "") as string[];
 }
 
-function exported(made: NonNullable<CheckpointView["export"]>): string {
-  if (made.state === "RUNNING") return "export is running";
-  if (made.state === "FAILED") return `export failed: ${made.reason ?? "no reason given"}`;
-  return `exported to ${made.folder}: ${made.files.join(", ")} (${bytes(made.bytes)})`;
+function exporting(made: NonNullable<CheckpointView["export"]>): string {
+  return made.state === "RUNNING" ? "export is running" : `export failed: ${made.reason ?? "no reason given"}`;
+}
+
+/** What an export has made, each file to be downloaded. */
+function Exported({ checkpoint, made }: { checkpoint: CheckpointView; made: NonNullable<CheckpointView["export"]> }) {
+  return (
+    <div className="why">
+      exported to {made.folder} ({bytes(made.bytes)}):
+      <ul className="files" aria-label={`Files of the export of step ${checkpoint.step}`}>
+        {made.files.map((name) => (
+          <li key={name}>
+            <FileLink path={`v1/checkpoints/${checkpoint.id}/files/${encodeURIComponent(name)}`} name={name} />
+          </li>
+        ))}
+      </ul>
+    </div>
+  );
+}
+
+/** Without a token the browser downloads by itself; a token cannot be put on a link, so the page fetches the file. */
+function FileLink({ path, name }: { path: string; name: string }) {
+  const fetched = useMutation({ mutationFn: () => blob(path), onSuccess: (content) => download(name, content) });
+  return (
+    <>
+      <a
+        href={path}
+        download={name}
+        onClick={(event) => {
+          if (token.get() === null) return;
+          event.preventDefault();
+          fetched.mutate();
+        }}
+      >
+        {name}
+      </a>
+      {fetched.isPending ? <span className="muted"> downloading…</span> : null}
+      {fetched.error ? (
+        <span className="bad" role="alert">
+          {" "}
+          {fetched.error.message}
+        </span>
+      ) : null}
+    </>
+  );
 }
 
 type Asked = "clone" | "delete" | null;

@@ -105,7 +105,7 @@ function Figures({ jobs }: { jobs: JobView[] }) {
 
 function Specs({ jobs }: { jobs: JobView[] }) {
   const [all, setAll] = useState(false);
-  const flat = jobs.map((job) => new Map(leaves("", job.spec)));
+  const flat = jobs.map((job) => new Map(leaves("", inWords(job.spec, jobs))));
   const pointers = [...new Set(flat.flatMap((leaf) => [...leaf.keys()]))].sort();
   const differs = (pointer: string) => new Set(flat.map((leaf) => leaf.get(pointer))).size > 1;
   const shown = all ? pointers : pointers.filter(differs);
@@ -158,6 +158,15 @@ function Side({ jobs, label, children }: { jobs: JobView[]; label: string; child
     </div>
   );
 }
+
+/** Where one run says in a word what another says in fields, they differ in the whole, not in each field. */
+function inWords(spec: JobView["spec"], jobs: JobView[]): object {
+  const words = (["plan", "mesh"] as const).filter((field) => jobs.some((job) => typeof job.spec[field] === "string"));
+  const told = words.map((field) => [field, typeof spec[field] === "string" ? spec[field] : WRITTEN_OUT[field]]);
+  return { ...spec, ...Object.fromEntries(told) };
+}
+
+const WRITTEN_OUT = { plan: "a layout of its own", mesh: "sizes of its own" };
 
 /** Every value of a spec that holds no others, by its JSON pointer. */
 function leaves(pointer: string, value: unknown): [string, string][] {

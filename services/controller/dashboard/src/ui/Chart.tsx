@@ -1,9 +1,10 @@
 // uPlot in a React house: made again when its shape or the colours change, fed when data comes.
 
-import { useEffect, useId, useLayoutEffect, useRef, useState } from "react";
+import { useEffect, useId, useLayoutEffect, useRef } from "react";
 import uPlot from "uplot";
 import { download } from "./download";
 import { duration } from "./format";
+import { useIsDark } from "./theme";
 import "uplot/dist/uPlot.min.css";
 
 export interface Curve {
@@ -61,18 +62,6 @@ const HEIGHT = 236;
 const FEW_POINTS = 3;
 const CURSOR_GROUP = uPlot.sync("steps");
 
-/** Whether the dark colours are shown: what is on a canvas must be drawn again when they change. */
-export function useColorScheme(): boolean {
-  const [dark, setDark] = useState(() => matchMedia("(prefers-color-scheme: dark)").matches);
-  useEffect(() => {
-    const query = matchMedia("(prefers-color-scheme: dark)");
-    const listen = (event: MediaQueryListEvent) => setDark(event.matches);
-    query.addEventListener("change", listen);
-    return () => query.removeEventListener("change", listen);
-  }, []);
-  return dark;
-}
-
 export function Chart(props: Props) {
   const { title, summary, x, curves, log = false, fromZero = false, timed = false, units = false, height = HEIGHT, controls } = props;
   const zoom = props.zoom ?? null;
@@ -80,7 +69,7 @@ export function Chart(props: Props) {
   const readout = useRef<HTMLDivElement>(null);
   const plot = useRef<uPlot | null>(null);
   const heading = useId();
-  const dark = useColorScheme();
+  const dark = useIsDark();
   // Read by uPlot's hooks at drawing time, so that new marks need no new plot.
   const latest = useRef(props);
   latest.current = props;

@@ -1,0 +1,127 @@
+"""The Lua scripts of nodes, of their reservations, and of the facts that their agents tell."""
+
+from typing import Final
+
+from services.controller.adapters.redis.script_parts import REFUSE_DEPOSED
+
+_NEWEST_FACT: Final = """
+local function newest_fact(key, node)
+  local could, known = pcall(cjson.decode, redis.call('HGET', key, node) or '')
+  return could and type(known) == 'table' and known.fact_id or nil
+end
+"""
+
+
+PUT_NODE: Final = (
+    REFUSE_DEPOSED
+    + _NEWEST_FACT
+    + """
+-- KEYS: epoch, nodes; ARGV: epoch, node id, record, wake channel, the fact that was the newest
+-- ('' writes in any case)
+if deposed(KEYS[1], ARGV[1]) then return 'deposed' end
+if ARGV[5] ~= '' and newest_fact(KEYS[2], ARGV[2]) ~= ARGV[5] then return 'stale' end
+redis.call('HSET', KEYS[2], ARGV[2], ARGV[3])
+redis.call('PUBLISH', ARGV[4], ARGV[2])
+return 'ok'
+"""
+)
+
+
+PUT_RESERVATION: Final = (
+    REFUSE_DEPOSED
+    + """
+-- KEYS: epoch, reservations; ARGV: epoch, id, record ('' removes it), the state it was read in
+-- ('' where there was none), wake channel. States only go on, so one tells a record from a later one.
+if deposed(KEYS[1], ARGV[1]) then return 'deposed' end
+local known = redis.call('HGET', KEYS[2], ARGV[2])
+local state = known and cjson.decode(known)['state'] or ''
+if state ~= ARGV[4] then return 'stale' end
+if ARGV[3] == '' then redis.call('HDEL', KEYS[2], ARGV[2])
+else redis.call('HSET', KEYS[2], ARGV[2], ARGV[3]) end
+redis.call('PUBLISH', ARGV[5], ARGV[2])
+return 'ok'
+"""
+)
+
+
+LEASES: Final = """
+-- KEYS: leases; ARGV: how much is read of each, which its agent may have made half a GiB
+-- Answers who holds each, and how long yet; -2: nobody, -3: it has another type.
+local holders, left = {}, {}
+for i, key in ipairs(KEYS) do
+  local holder = redis.pcall('GETRANGE', key, 0, ARGV[1])
+  local is_text = type(holder) == 'string'
+  holders[i] = is_text and holder or ''
+  left[i] = is_text and redis.call('PTTL', key) or -3
+end
+return {holders, left}
+"""
+
+
+FORGET_NODE: Final = (
+    REFUSE_DEPOSED
+    + _NEWEST_FACT
+    + """
+-- KEYS: epoch, nodes, draining nodes, measured nodes, lease, beat, inbox
+-- ARGV: epoch, node id, the fact that was the newest, wake channel
+if deposed(KEYS[1], ARGV[1]) then return 'deposed' end
+if newest_fact(KEYS[2], ARGV[2]) ~= ARGV[3] or redis.call('EXISTS', KEYS[5]) == 1 then
+  return 'stale'
+end
+redis.call('HDEL', KEYS[2], ARGV[2])
+-- Those beside the record may be of another type, which is no reason to keep it.
+redis.pcall('HDEL', KEYS[3], ARGV[2])
+local measured = redis.pcall('HKEYS', KEYS[4])
+for _, field in ipairs(measured.err and {} or measured) do
+  if string.sub(field, 1, #ARGV[2] + 1) == ARGV[2] .. '/' then redis.call('HDEL', KEYS[4], field) end
+end
+redis.call('DEL', KEYS[6], KEYS[7])
+redis.call('PUBLISH', ARGV[4], ARGV[2])
+return 'ok'
+"""
+)
+
+
+MEASURED_NODE: Final = (
+    REFUSE_DEPOSED
+    + """
+-- KEYS: epoch, measured nodes, that it was asked; ARGV: epoch, field, record, wake channel
+if deposed(KEYS[1], ARGV[1]) then return 'deposed' end
+redis.call('DEL', KEYS[3])
+local kept = redis.pcall('HSET', KEYS[2], ARGV[2], ARGV[3])
+if type(kept) == 'table' then return 'mistyped' end
+redis.call('PUBLISH', ARGV[4], ARGV[2])
+return 'ok'
+"""
+)
+
+
+DRAIN_NODE: Final = """
+-- KEYS: nodes, draining nodes; ARGV: node id, record ('' to forget it), wake channel
+if redis.call('HEXISTS', KEYS[1], ARGV[1]) == 0 then return 'gone' end
+if ARGV[2] == '' then
+  redis.call('HDEL', KEYS[2], ARGV[1])
+else
+  redis.call('HSET', KEYS[2], ARGV[1], ARGV[2])
+end
+redis.call('PUBLISH', ARGV[3], ARGV[1])
+return 'ok'
+"""
+
+
+TAKE_FACTS: Final = """
+-- KEYS: facts, then the lists from which they are taken, the older ones first
+-- ARGV: how many, field, the longest fact (of a longer one is kept that it was), about how long together
+local left, longest, room = tonumber(ARGV[1]), tonumber(ARGV[3]), tonumber(ARGV[4])
+for i = 2, #KEYS do
+  while left > 0 and room > 0 do
+    -- Taken once it is kept: a stream to which nothing can be added must cost no fact.
+    local fact = redis.call('LINDEX', KEYS[i], 0)
+    if not fact then break end
+    if #fact > longest then fact = '{"kind":"too_long","bytes":' .. #fact .. '}' end
+    redis.call('XADD', KEYS[1], '*', ARGV[2], fact)
+    redis.call('LPOP', KEYS[i])
+    left, room = left - 1, room - #fact
+  end
+end
+"""
