@@ -95,7 +95,9 @@ def test_the_script_goes_by_standard_input_and_the_environment_of_the_controller
     ],
 )
 def test_a_refusal_is_told_from_silence(tmp_path: Path, complaint: str, *, refused: bool) -> None:
-    pool = pool_with(tmp_path, squeue="true", sbatch=f"cat >/dev/null\necho '{complaint}' >&2\nexit 1")
+    pool = pool_with(
+        tmp_path, squeue="true", sbatch=f"cat >/dev/null\necho '{complaint}' >&2\nexit 1"
+    )
     with pytest.raises(PoolError) as caught:
         asyncio.run(pool.provision("id", {"hpc-1": AgentProcess(("agent",), {})}))
     assert str(caught.value) == complaint

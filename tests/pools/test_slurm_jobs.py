@@ -9,7 +9,7 @@ import pytest
 
 from services.contract.api.pools import ReservationView
 from services.contract.words.states import JobState, ReservationState
-from tests.chaos.conftest import LONG, paced, set_pace
+from tests.chaos.conftest import paced, set_pace
 from tests.cluster import Cluster
 from tests.parts import ROOT
 from tests.pools.slurm_cluster import SlurmCluster, why_not_here
@@ -20,6 +20,12 @@ pytestmark = [
     pytest.mark.redis,
     pytest.mark.skipif(why_not_here() is not None, reason=why_not_here() or ""),
 ]
+
+
+SHORT = {
+    "train": {"steps": 30, "global_batch": 4, "seed": 7},
+    "checkpoint": {"every_steps": 10},
+}
 
 
 @pytest.fixture
@@ -68,7 +74,7 @@ def test_a_job_waits_trains_survives_a_lost_node_and_gives_all_nodes_back(
     wrap = "--wrap=sleep 600"
     taken = slurm.say("sbatch", "--parsable", "--nodes=3", "-o", "/dev/null", wrap).strip()
     until(lambda: len(slurm.idle_nodes()) == 1)
-    job = cluster.submit(**{**LONG, "checkpoint": {"every_steps": 10}}, model=paced(tmp_path, 0.1))
+    job = cluster.submit(**SHORT, model=paced(tmp_path, 0.3))
     waiting = "waiting for 2 nodes of pool hpc: Resources"
     cluster.job_when(job.id, lambda now: now.state is JobState.QUEUED and now.reason == waiting)
     assert not cluster.client.nodes().items
