@@ -1,13 +1,17 @@
 """Pools on schedulers that exist: Slurm, Ray, Kubernetes."""
 
 from collections.abc import Mapping, Sequence
+from importlib.util import find_spec
 from pathlib import Path
 
 from services.controller.adapters.pools.pools_file import (
+    PoolsFileError,
+    RayPoolConfig,
     SlurmPoolConfig,
     agents_of,
     read_pools_file,
 )
+from services.controller.adapters.pools.ray import RayPool
 from services.controller.adapters.pools.slurm import SlurmPool
 from services.controller.ports.pools import NodePool, RunnablePool
 
@@ -27,5 +31,13 @@ def open_pools(path: Path, variables: Mapping[str, str]) -> Sequence[RunnablePoo
     return [RunnablePool(pool, agents_of(file.agent, pool.limits, variables)) for pool in pools]
 
 
-def _open(config: SlurmPoolConfig, owner: str, variables: Mapping[str, str]) -> NodePool:
+def _open(
+    config: SlurmPoolConfig | RayPoolConfig, owner: str, variables: Mapping[str, str]
+) -> NodePool:
+    if isinstance(config, RayPoolConfig):
+        if find_spec("ray") is None:
+            raise PoolsFileError(
+                f"pool {config.name}: Ray is not installed: pip install 'meshloom[ray]'"
+            )
+        return RayPool(config, owner, variables)
     return SlurmPool(config, owner, variables=variables)

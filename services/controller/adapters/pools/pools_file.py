@@ -83,6 +83,27 @@ class SlurmPoolConfig(PoolConfig):
     )
 
 
+class RayPoolConfig(PoolConfig):
+    """Nodes by Ray core: one placement group for each reservation, one agent in each of its bundles."""
+
+    kind: Literal["ray"]
+    address: str = Field(
+        description="Of the cluster: `ray://host:10001`, or `host:6379` where the controller runs on one of its nodes.",
+        min_length=1,
+        max_length=500,
+    )
+    resources: dict[str, float] = Field(
+        default_factory=dict,
+        description="Of Ray that each node gives; unset: `{CPU: 1}`, and as many `GPU` as it has accelerators.",
+    )
+    grace_s: float = Field(
+        default=60,
+        ge=0,
+        le=3_600,
+        description="Seconds that agents have to end their gangs before they are killed.",
+    )
+
+
 class PoolsFile(_Part):
     """The whole file."""
 
@@ -91,7 +112,9 @@ class PoolsFile(_Part):
         description="Marks what belongs to this controller at a scheduler that others use, too.",
     )
     agent: AgentConfig = AgentConfig()
-    pools: tuple[SlurmPoolConfig, ...] = Field(min_length=1)
+    pools: tuple[Annotated[SlurmPoolConfig | RayPoolConfig, Field(discriminator="kind")], ...] = (
+        Field(min_length=1)
+    )
 
     @model_validator(mode="after")
     def _names_differ(self) -> Self:

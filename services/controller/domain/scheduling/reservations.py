@@ -113,12 +113,14 @@ class Sighting:
         node_ids: The nodes that it was made for.
         is_held: Whether the pool keeps nodes for it, or still tries to.
         reason: Why it has none yet, or none any more.
+        is_whole: Whether it has all that was asked for: not if asking was interrupted, or some of it ended.
     """
 
     id: str
     node_ids: tuple[NodeId, ...]
     is_held: bool
     reason: str
+    is_whole: bool = True
 
 
 def reserved_nodes(reservations: Iterable[Reservation]) -> Mapping[NodeId, Reserved]:
@@ -271,6 +273,9 @@ def seen(reservation: Reservation, sighting: Sighting | None) -> Reservation:
     if not sighting.is_held:
         return reservation.released(sighting.reason or "the pool took its nodes back")
     known = reservation
+    if not sighting.is_whole:
+        is_new = known.state == ReservationState.REQUESTED
+        return known if is_new else known.released(sighting.reason or "some of its nodes ended")
     if known.state == ReservationState.REQUESTED:
         known = known.model_copy(update={"state": ReservationState.PROVISIONING})
     if known.state == ReservationState.PROVISIONING and known.reason != sighting.reason:

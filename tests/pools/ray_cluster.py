@@ -1,0 +1,125 @@
+"""A real Ray cluster of several nodes on one machine, in processes of its own.
+
+``python -m tests.pools.ray_cluster COUNT`` starts it, prints its address and the processes of each node as JSON,
+and ends with its standard input. A head that runs nothing keeps the state; each further node offers one CPU.
+"""
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping
+from importlib.util import find_spec
+from typing import Final, Self
+
+import psutil
+
+from services.local.settings import child_environment
+from tests.parts import gone
+from tests.waiting import until
+
+_MARK: Final = "MARK_OF_RAY_CLUSTER"
+_STORE_BYTES: Final = 80 << 20
+
+
+def why_not_here() -> str | None:
+    """Why no Ray can run here; None: one can."""
+    return None if find_spec("ray") else "ray is not installed (extra `ray`)"
+
+
+class RayCluster:
+    """All daemons; use it as a context manager.
+
+    Args:
+        nodes: How many offer a CPU.
+
+    Attributes:
+        address: Of the cluster's state.
+        nodes: The raylets.
+    """
+
+    def __init__(self, nodes: int) -> None:
+        self._count = nodes
+        self.mark = f"{os.getpid()}-{id(self)}"
+
+    def __enter__(self) -> Self:
+        self._process = subprocess.Popen(
+            [sys.executable, "-W", "ignore", "-m", "tests.pools.ray_cluster", str(self._count)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            env=child_environment(**self.marks),
+            text=True,
+        )
+        assert self._process.stdout is not None
+        told = json.loads(self._process.stdout.readline())
+        self.address: str = told["address"]
+        self.nodes = [psutil.Process(pid) for pid in told["raylets"]]
+        self.head = psutil.Process(told["gcs"])
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for node in self.nodes:
+            with contextlib.suppress(psutil.Error):
+                node.resume()
+        assert self._process.stdin is not None
+        self._process.stdin.close()
+        self._process.wait(60)
+        left = list(self.processes())
+        for process in left:
+            with contextlib.suppress(psutil.Error):
+                process.kill()
+        until(lambda: gone(left))
+
+    @property
+    def marks(self) -> Mapping[str, str]:
+        """Variables by which its processes, and theirs, are found."""
+        return {_MARK: self.mark}
+
+    def processes(self) -> Iterator[psutil.Process]:
+        """All of them that live."""
+        for process in psutil.process_iter():
+            with contextlib.suppress(psutil.Error):
+                if process.environ().get(_MARK) == self.mark and process.is_running():
+                    yield process
+
+    def node_of(self, process: psutil.Process) -> psutil.Process:
+        """The raylet under which a process runs."""
+        return next(node for node in self.nodes if node in process.parents())
+
+    def kill(self, node: psutil.Process) -> None:
+        """A machine burns: all that ran there goes with it."""
+        for process in [node, *node.children(recursive=True)]:
+            with contextlib.suppress(psutil.Error):
+                process.kill()
+
+    def freeze(self, node: psutil.Process) -> None:
+        """A machine stands still."""
+        for process in [node, *node.children(recursive=True)]:
+            process.send_signal(signal.SIGSTOP)
+
+
+def main() -> None:
+    """Hold a cluster until standard input ends."""
+    from ray.cluster_utils import Cluster  # noqa: PLC0415 only this process loads it
+
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)
+    head = {"num_cpus": 0, "include_dashboard": False, "object_store_memory": _STORE_BYTES}
+    cluster = Cluster(initialize_head=True, head_node_args=head)
+    nodes = [
+        cluster.add_node(num_cpus=1, object_store_memory=_STORE_BYTES)
+        for _ in range(int(sys.argv[1]))
+    ]
+    raylets = [node.all_processes["raylet"][0].process.pid for node in nodes]
+    assert cluster.head_node is not None
+    gcs = cluster.head_node.all_processes["gcs_server"][0].process.pid
+    told = {"address": cluster.address, "raylets": raylets, "gcs": gcs}
+    print(json.dumps(told), file=answers, flush=True)
+    sys.stdin.read()
+    cluster.shutdown()
+
+
+if __name__ == "__main__":
+    main()
