@@ -108,3 +108,22 @@ def test_what_is_no_name_of_a_variable_is_refused(tmp_path: Path) -> None:
     pool = pool_with(tmp_path, squeue="true")
     with pytest.raises(PoolRefusedError, match=r"/agent/environment/a;b"):
         asyncio.run(pool.provision("id", {"hpc-1": AgentProcess(("agent",), {"a;b": "c"})}))
+
+
+@pytest.mark.parametrize(
+    ("late_s", "said"),
+    [(15.0, "4 5\n--batch --signal=USR1 3\n"), (-60.0, "3 4 5\n")],
+)
+def test_what_runs_is_asked_to_end_and_cancelled_when_it_is_late(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, late_s: float, said: str
+) -> None:
+    monkeypatch.setattr(slurm, "_LATE_S", late_s)
+    comment = "meshloom owner=ours pool=hpc nodes=1"
+    states = enumerate(("COMPLETED", "COMPLETING", "RUNNING", "PENDING", "SUSPENDED"), start=1)
+    lines = "\n".join(f"{number}|{state}|None|ours-id|{comment}" for number, state in states)
+    (tmp_path / "said").write_text(f"{lines}\n")
+    pool = pool_with(
+        tmp_path, squeue=f"cat {tmp_path}/said", scancel=f'echo "$@" >> {tmp_path}/words'
+    )
+    asyncio.run(pool.release("id"))
+    assert (tmp_path / "words").read_text() == said
