@@ -1,7 +1,7 @@
 """A real Ray cluster of several nodes on one machine, in processes of its own.
 
-``python -m tests.pools.ray_cluster COUNT`` starts it, prints its address and the processes of each node as JSON,
-and ends with its standard input. A head that runs nothing keeps the state; each further node offers one CPU.
+``python -m tests.pools.ray_cluster`` starts it and prints its address; each line that it reads adds a node, whose
+process it prints. It ends with its standard input. A head that runs nothing keeps the state; each further node offers one CPU.
 """
 
 import contextlib
@@ -46,7 +46,7 @@ class RayCluster:
 
     def __enter__(self) -> Self:
         self._process = subprocess.Popen(
-            [sys.executable, "-W", "ignore", "-m", "tests.pools.ray_cluster", str(self._count)],
+            [sys.executable, "-W", "ignore", "-m", "tests.pools.ray_cluster"],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             env=child_environment(**self.marks),
@@ -55,8 +55,9 @@ class RayCluster:
         assert self._process.stdout is not None
         told = json.loads(self._process.stdout.readline())
         self.address: str = told["address"]
-        self.nodes = [psutil.Process(pid) for pid in told["raylets"]]
         self.head = psutil.Process(told["gcs"])
+        self.nodes: list[psutil.Process] = []
+        self.repair()
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -64,13 +65,31 @@ class RayCluster:
             with contextlib.suppress(psutil.Error):
                 node.resume()
         assert self._process.stdin is not None
-        self._process.stdin.close()
-        self._process.wait(60)
+        with self._process:
+            self._process.stdin.close()
         left = list(self.processes())
         for process in left:
             with contextlib.suppress(psutil.Error):
                 process.kill()
         until(lambda: gone(left))
+
+    def repair(self) -> None:
+        """Have as many nodes as at first, in place of those that are lost or stand still."""
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        lost = [
+            node for node in self.nodes if gone([node]) or node.status() == psutil.STATUS_STOPPED
+        ]
+        for node in [node for node in lost if not gone([node])]:
+            for process in [*node.children(recursive=True), node]:
+                with contextlib.suppress(psutil.Error):
+                    process.kill()
+        self.nodes = [node for node in self.nodes if node not in lost]
+        while len(self.nodes) < self._count:
+            self._process.stdin.write("\n")
+            self._process.stdin.flush()
+            told = json.loads(self._process.stdout.readline())
+            self.nodes.append(psutil.Process(told["raylet"]))
 
     @property
     def marks(self) -> Mapping[str, str]:
@@ -81,7 +100,7 @@ class RayCluster:
         """All of them that live."""
         for process in psutil.process_iter():
             with contextlib.suppress(psutil.Error):
-                if process.environ().get(_MARK) == self.mark and process.is_running():
+                if process.environ().get(_MARK) == self.mark and not gone([process]):
                     yield process
 
     def node_of(self, process: psutil.Process) -> psutil.Process:
@@ -108,16 +127,13 @@ def main() -> None:
     os.dup2(2, 1)
     head = {"num_cpus": 0, "include_dashboard": False, "object_store_memory": _STORE_BYTES}
     cluster = Cluster(initialize_head=True, head_node_args=head)
-    nodes = [
-        cluster.add_node(num_cpus=1, object_store_memory=_STORE_BYTES)
-        for _ in range(int(sys.argv[1]))
-    ]
-    raylets = [node.all_processes["raylet"][0].process.pid for node in nodes]
     assert cluster.head_node is not None
     gcs = cluster.head_node.all_processes["gcs_server"][0].process.pid
-    told = {"address": cluster.address, "raylets": raylets, "gcs": gcs}
-    print(json.dumps(told), file=answers, flush=True)
-    sys.stdin.read()
+    print(json.dumps({"address": cluster.address, "gcs": gcs}), file=answers, flush=True)
+    for _ in sys.stdin:
+        node = cluster.add_node(num_cpus=1, object_store_memory=_STORE_BYTES)
+        raylet = node.all_processes["raylet"][0].process.pid
+        print(json.dumps({"raylet": raylet}), file=answers, flush=True)
     cluster.shutdown()
 
 

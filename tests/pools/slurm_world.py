@@ -18,6 +18,13 @@ _NODES = 4
 class SlurmWorld:
     """A cluster of four nodes, and pools that ask it."""
 
+    busy = "Resources"
+    impossible = frozenset({"PartitionNodeLimit", "PartitionConfig"})
+    refusal = "invalid partition specified: nowhere"
+    ended = "FAILED"
+    ends_by_itself = True
+    foreign = "SLURM_"
+
     def __init__(self) -> None:
         self._cluster = SlurmCluster(_NODES)
 
@@ -38,6 +45,9 @@ class SlurmWorld:
             kind="slurm", name="hpc", cpu_slots=1, max_nodes=9, grace_s=grace_s, options=options
         )
         return SlurmPool(config, variables=self._cluster.variables)
+
+    def close_pools(self) -> None:
+        pass  # they keep nothing
 
     def requests(self, reservation_id: str) -> int:
         states = self._cluster.batch_jobs(f"meshloom-{reservation_id}")

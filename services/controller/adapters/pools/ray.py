@@ -3,7 +3,9 @@
 import asyncio
 import contextlib
 import json
+import subprocess
 import sys
+import threading
 import time
 from collections.abc import Mapping, Sequence
 from typing import Any, Final
@@ -14,6 +16,8 @@ from services.controller.adapters.pools.pools_file import RayPoolConfig, limits_
 from services.controller.domain.scheduling.reservations import PoolLimits, Sighting
 from services.controller.ports.pools import AgentProcess, PoolError, PoolRefusedError
 
+_DRIVER: Final = "services.controller.adapters.pools.ray_driver"
+_CONNECTED_S: Final = 90.0
 _ANSWER_S: Final = 30.0
 _LONGEST_ANSWER: Final = 1 << 24
 _LATE_S: Final = 10.0
@@ -26,18 +30,26 @@ class RayPool:
     Args:
         config: Of the pool.
         owner: The namespace of our actors, and the beginning of our placement groups' names.
-        variables: Of the environment of that process.
+        variables: Of the controller's environment; that process gets what is not Meshloom's.
+        answer_s: Seconds in which Ray has to answer.
     """
 
-    def __init__(self, config: RayPoolConfig, owner: str, variables: Mapping[str, str]) -> None:
+    def __init__(
+        self,
+        config: RayPoolConfig,
+        owner: str,
+        variables: Mapping[str, str],
+        answer_s: float = _ANSWER_S,
+    ) -> None:
         self._config = config
         self._owner = owner
         self._limits = limits_of(config, PoolKind.RAY)
         self._variables = {
             name: value for name, value in variables.items() if not name.startswith("MESHLOOM_")
         }
-        self._driver: asyncio.subprocess.Process | None = None
-        self._one_at_a_time = asyncio.Lock()
+        self._answer_s = answer_s
+        self._driver: subprocess.Popen[str] | None = None
+        self._one_at_a_time = threading.Lock()
         self._told: dict[str, float] = {}
 
     @property
@@ -89,53 +101,62 @@ class RayPool:
         """See ``NodePool.close``."""
         driver, self._driver = self._driver, None
         if driver is not None:
-            with contextlib.suppress(ProcessLookupError):
-                driver.kill()
-            await driver.wait()
+            await asyncio.to_thread(_end, driver)
 
     async def _ask(self, what: str, **fields: object) -> Any:  # noqa: ANN401 JSON
         request = {"do": what, "pool": self._config.name, **fields}
-        async with self._one_at_a_time:
-            try:
-                async with asyncio.timeout(_ANSWER_S):
-                    answer = await self._answer(json.dumps(request))
-            except TimeoutError:
-                await self.close()
-                raise PoolError(
-                    f"Ray at {self._config.address} did not answer within {_ANSWER_S:g} s"
-                ) from None
-            except asyncio.CancelledError:
-                await self.close()  # its answer would be taken for that of the next request
-                raise
+        answer = await asyncio.to_thread(self._answer, json.dumps(request))
         if "refused" in answer:
             raise PoolRefusedError(answer["refused"])
         if "failed" in answer:
             raise PoolError(answer["failed"])
         return answer["ok"]
 
-    async def _answer(self, request: str) -> dict[str, Any]:
-        if self._driver is None or self._driver.returncode is not None:
-            self._driver = await asyncio.create_subprocess_exec(
-                *(sys.executable, "-m", "services.controller.adapters.pools.ray_driver"),
-                *(self._config.address, self._owner),
-                stdin=asyncio.subprocess.PIPE,
-                stdout=asyncio.subprocess.PIPE,
-                stderr=asyncio.subprocess.DEVNULL,
-                env=self._variables,
-                limit=_LONGEST_ANSWER,
-                start_new_session=True,
-            )
-        stdin, stdout = self._driver.stdin, self._driver.stdout
-        if stdin is None or stdout is None:
-            raise PoolError("the process that speaks to Ray has no pipes")
-        with contextlib.suppress(ConnectionError):
-            stdin.write(request.encode() + b"\n")
-            await stdin.drain()
-        line = await stdout.readline()
-        if not line:
-            await self.close()
-            raise PoolError(f"the process that speaks to Ray at {self._config.address} has ended")
-        answer: dict[str, Any] = json.loads(line)
-        if "failed" in answer:
-            await self.close()  # it may have lost its cluster
+    def _answer(self, request: str) -> dict[str, Any]:
+        with self._one_at_a_time:
+            if self._driver is None:
+                self._driver = self._start()
+                connected = self._line(self._driver, "", _CONNECTED_S)
+                if "failed" in connected:
+                    return connected
+            return self._line(self._driver, request, self._answer_s)
+
+    def _start(self) -> "subprocess.Popen[str]":
+        return subprocess.Popen(  # noqa: S603 our own program
+            [sys.executable, "-m", _DRIVER, self._config.address, self._owner],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            env=self._variables,
+            text=True,
+            start_new_session=True,
+        )
+
+    def _line(
+        self, driver: "subprocess.Popen[str]", request: str, seconds: float
+    ) -> dict[str, Any]:
+        """What the driver answers; one that fails is ended, for it may have lost its cluster."""
+        ends = threading.Timer(seconds, driver.kill)
+        ends.start()
+        line = ""
+        with contextlib.suppress(OSError):
+            if request and driver.stdin is not None:
+                print(request, file=driver.stdin, flush=True)
+            if driver.stdout is not None:
+                line = driver.stdout.readline(_LONGEST_ANSWER)
+        ends.cancel()
+        if line.endswith("\n"):
+            answer: dict[str, Any] = json.loads(line)
+            if "failed" not in answer:
+                return answer
+        else:
+            why = f"Ray at {self._config.address} did not answer within {seconds:g} s"
+            answer = {"failed": why}
+        self._driver = None
+        _end(driver)
         return answer
+
+
+def _end(driver: "subprocess.Popen[str]") -> None:
+    with driver:
+        driver.kill()

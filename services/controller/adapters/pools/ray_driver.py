@@ -2,13 +2,14 @@
 
 Ray ends the process of a driver that has lost its cluster for a minute, so this is a process of its own. It
 reads requests and writes answers, one line of JSON each: ``{"do": "sightings"}`` is answered by ``{"ok": …}``,
-``{"refused": why}`` or ``{"failed": why}``.
+``{"refused": why}`` or ``{"failed": why}``; so is, without a request, the connection.
 
 A reservation is a placement group named ``<namespace>.<pool>.<reservation>.<numbers of its nodes>`` with one bundle
 a node, and in each bundle a detached actor that is never restarted. The actor supervises the same agent as everywhere:
 the agent ends with it, and it ends with the agent.
 """
 
+import contextlib
 import ctypes
 import json
 import os
@@ -94,9 +95,15 @@ class Driver:
         agents: dict[str, Any] = request["agents"]
         numbers = [node_id.removeprefix(f"{pool}-") for node_id in agents]
         title = ".".join((self._namespace, pool, name, ",".join(numbers)))
-        if title not in self._groups():
+        known = self._groups(with_removed=True).get(title)
+        if known is None:
             bundles = [dict(request["resources"]) for _ in agents]
-            placement_group(bundles, strategy="STRICT_SPREAD", name=title, lifetime="detached")
+            with contextlib.suppress(
+                Exception
+            ):  # another controller has just made it: looked for below
+                placement_group(bundles, strategy="STRICT_SPREAD", name=title, lifetime="detached")
+        elif known["state"] in _GONE:
+            return  # it was given back meanwhile, which whoever asks does not know yet
         group = ray.util.get_placement_group(title)
         handles = []
         for index, (node_id, agent) in enumerate(agents.items()):
@@ -153,11 +160,12 @@ class Driver:
             remove_placement_group(group)
         self._handles.pop(name, None)
 
-    def _groups(self) -> dict[str, Any]:
+    def _groups(self, *, with_removed: bool = False) -> dict[str, Any]:
         return {
             row["name"]: row
             for row in placement_group_table().values()
-            if row["name"].startswith(f"{self._namespace}.") and row["state"] not in _GONE
+            if row["name"].startswith(f"{self._namespace}.")
+            and (with_removed or row["state"] not in _GONE)
         }
 
     def _has(self, name: str, node_id: str) -> bool:
@@ -181,6 +189,7 @@ def main() -> None:
         return
     # A worker of Ray need not have this package, if the agent's command has.
     ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])  # type: ignore[no-untyped-call] # Ray's
+    print(json.dumps({"ok": None}), file=answers)
     driver = Driver(namespace)
     for line in sys.stdin:
         request = json.loads(line)

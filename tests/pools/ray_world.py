@@ -1,0 +1,92 @@
+"""Ray as the conformance suite sees it."""
+
+import asyncio
+import contextlib
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Final, Self
+
+import psutil
+
+from services.controller.adapters.pools.pools_file import RayPoolConfig
+from services.controller.adapters.pools.ray import RayPool
+from services.controller.ports.pools import NodePool
+from services.local.settings import child_environment
+from tests.pools.ray_cluster import RayCluster
+
+_NODES: Final = 4
+_MARK: Final = "MARK_OF_AGENTS_BY_RAY"
+
+
+class RayWorld:
+    """A cluster of four nodes, and pools that ask it."""
+
+    busy = "not enough nodes of Ray are free"
+    impossible = frozenset({"no cluster of Ray has so many nodes with these resources"})
+    refusal = None
+    ended = "has ended, or its node is gone"
+    ends_by_itself = False
+    foreign = "RAY_"
+
+    def __init__(self) -> None:
+        self._cluster = RayCluster(_NODES)
+        self._pools: list[RayPool] = []
+
+    def __enter__(self) -> Self:
+        self._cluster.__enter__()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._cluster.__exit__()
+
+    @property
+    def marks(self) -> Mapping[str, str]:
+        return {_MARK: self._cluster.mark}
+
+    def pool(self, *, grace_s: float = 20, unknown_kind: bool = False) -> NodePool:
+        config = RayPoolConfig(
+            kind="ray",
+            name="hpc",
+            cpu_slots=1,
+            max_nodes=9,
+            grace_s=grace_s,
+            address=self._cluster.address,
+            resources={"nowhere": 1} if unknown_kind else {},
+        )
+        pool = RayPool(config, "meshloom", child_environment(), answer_s=15)
+        self._pools.append(pool)
+        return pool
+
+    def close_pools(self) -> None:
+        for pool in self._pools:
+            asyncio.run(pool.close())
+        self._pools.clear()
+
+    def requests(self, reservation_id: str) -> int:
+        told = asyncio.run(self.pool().sightings())
+        return sum(each.id == reservation_id for each in told)
+
+    def processes(self) -> Sequence[psutil.Process]:
+        found = []
+        for process in psutil.process_iter():
+            with contextlib.suppress(psutil.Error):
+                is_agent = process.environ().get(_MARK) == self._cluster.mark
+                if is_agent and process.status() != psutil.STATUS_ZOMBIE:
+                    found.append(process)
+        return found
+
+    def kill_node_of(self, process: psutil.Process) -> None:
+        self._cluster.kill(self._cluster.node_of(process))
+
+    def freeze_node_of(self, process: psutil.Process) -> None:
+        self._cluster.freeze(self._cluster.node_of(process))
+
+    def repair_nodes(self) -> None:
+        self._cluster.repair()
+
+    @contextlib.contextmanager
+    def silent(self) -> Iterator[None]:
+        self._cluster.head.suspend()
+        try:
+            yield
+        finally:
+            self._cluster.head.resume()
