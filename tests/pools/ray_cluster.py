@@ -57,7 +57,7 @@ class RayCluster:
         self.address: str = told["address"]
         self.head = psutil.Process(told["gcs"])
         self.nodes: list[psutil.Process] = []
-        self.mend()
+        self.repair()
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -73,7 +73,7 @@ class RayCluster:
                 process.kill()
         until(lambda: gone(left))
 
-    def mend(self) -> None:
+    def repair(self) -> None:
         """Have as many nodes as at first, in place of those that are lost or stand still."""
         assert self._process.stdin is not None
         assert self._process.stdout is not None

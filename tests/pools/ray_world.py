@@ -80,8 +80,8 @@ class RayWorld:
     def freeze_node_of(self, process: psutil.Process) -> None:
         self._cluster.freeze(self._cluster.node_of(process))
 
-    def mend_nodes(self) -> None:
-        self._cluster.mend()
+    def repair_nodes(self) -> None:
+        self._cluster.repair()
 
     @contextlib.contextmanager
     def silent(self) -> Iterator[None]:

@@ -127,7 +127,7 @@ class SlurmCluster:
         for process in self.processes(name):
             process.suspend()
 
-    def mend(self) -> None:
+    def repair(self) -> None:
         """Have frozen nodes go on, and start those that were killed."""
         for name, node in self.nodes.items():
             if not node.is_running:

@@ -62,8 +62,8 @@ class SlurmWorld:
     def freeze_node_of(self, process: psutil.Process) -> None:
         self._cluster.freeze_node(self._node_of(process))
 
-    def mend_nodes(self) -> None:
-        self._cluster.mend()
+    def repair_nodes(self) -> None:
+        self._cluster.repair()
         until(lambda: len(self._cluster.idle_nodes()) == _NODES)
 
     @contextlib.contextmanager

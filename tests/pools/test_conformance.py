@@ -31,7 +31,7 @@ WORLDS: dict[str, tuple[ModuleType, type[SlurmWorld | RayWorld]]] = {
     "ray": (ray_cluster, RayWorld),
 }
 PROGRAM = Path(__file__).parent / "agent_process.py"
-QUOTED = 'it\'s $ecret\n`and` "has" all'
+QUOTED = 'it\'s $word\n`and` "has" all'
 
 
 class World(Protocol):
@@ -82,7 +82,7 @@ class World(Protocol):
 
     def kill_node_of(self, process: psutil.Process) -> None: ...
     def freeze_node_of(self, process: psutil.Process) -> None: ...
-    def mend_nodes(self) -> None: ...
+    def repair_nodes(self) -> None: ...
     def silent(self) -> AbstractContextManager[None]: ...
 
 
@@ -191,7 +191,7 @@ def test_agents_start_on_all_nodes_and_end_when_told_before_any_rank_is_signalle
     ]
     sighting = until(reserved.sighting)
     assert sighting == Sighting("whole-life", reserved.node_ids, is_held=True, reason="")
-    assert not any("ecret" in " ".join(process.cmdline()) for process in world.processes())
+    assert not any("$word" in " ".join(process.cmdline()) for process in world.processes())
 
     reserved.release()
     nothing_is_left(world)
@@ -298,7 +298,7 @@ def test_a_lost_or_frozen_node_ends_the_others_of_its_reservation(
             each.release()
     until(lambda: gone([*agents.values(), frozen_agents[frozen.node_ids[0]]]))
     assert not gone([still])
-    world.mend_nodes()
+    world.repair_nodes()
     nothing_is_left(world)
 
 

@@ -25,6 +25,7 @@ from services.controller.domain.scheduling.reservations import PoolLimits, Sight
 from services.controller.ports.pools import AgentProcess, PoolError, PoolRefusedError
 
 _ANSWER_S: Final = 30.0
+_DEAD_S: Final = 5.0
 _OUTPUT_BYTES: Final = 16 * 2**20
 _SAID_CHARACTERS: Final = 500
 _HELD: Final = frozenset(
@@ -228,22 +229,39 @@ class SlurmPool:
             )
         except OSError as error:
             raise PoolError(f"{path}: {error.strerror}") from error
+        out, err, fed = (
+            asyncio.create_task(_bounded(process.stdout, program)),
+            asyncio.create_task(_bounded(process.stderr, program)),
+            asyncio.create_task(_feed(process.stdin, stdin)),
+        )
         try:
             async with asyncio.timeout(_ANSWER_S):
-                said, complaint, _ = await asyncio.gather(
-                    _bounded(process.stdout, program),
-                    _bounded(process.stderr, program),
-                    _feed(process.stdin, stdin),
-                )
+                said, complaint, _ = await asyncio.gather(out, err, fed)
                 code = await process.wait()
         except TimeoutError:
             raise PoolError(f"{program} did not end within {_ANSWER_S:g} s") from None
         finally:
+            for task in (out, err, fed):
+                task.cancel()
+            await asyncio.wait((out, err, fed))  # a stream has one reader at a time
             if process.returncode is None:
-                with contextlib.suppress(ProcessLookupError):
-                    os.killpg(process.pid, signal.SIGKILL)
-                await process.wait()
+                await _kill(process)
         return code, said, " ".join(complaint.split())[:_SAID_CHARACTERS]
+
+
+async def _kill(process: asyncio.subprocess.Process) -> None:
+    """Kill a command and what it has started; what it still had to say is dropped.
+
+    Unread output would keep its pipes open, and asyncio waits for a process until they are closed.
+    """
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(_DEAD_S):
+            for stream in (process.stdout, process.stderr):
+                while stream is not None and await stream.read(2**16):
+                    pass
+            await process.wait()
 
 
 async def _bounded(stream: asyncio.StreamReader | None, program: str) -> str:
