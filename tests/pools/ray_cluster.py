@@ -22,6 +22,13 @@ from tests.waiting import until
 
 _MARK: Final = "MARK_OF_RAY_CLUSTER"
 _STORE_BYTES: Final = 80 << 20
+# A node that stands still is given up after some seven seconds: by default it takes Ray twenty.
+_HEALTH_CHECKS: Final = {
+    "health_check_initial_delay_ms": 1000,
+    "health_check_period_ms": 1000,
+    "health_check_timeout_ms": 3000,
+    "health_check_failure_threshold": 4,
+}
 
 
 def why_not_here() -> str | None:
@@ -125,7 +132,12 @@ def main() -> None:
 
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
-    head = {"num_cpus": 0, "include_dashboard": False, "object_store_memory": _STORE_BYTES}
+    head = {
+        "num_cpus": 0,
+        "include_dashboard": False,
+        "object_store_memory": _STORE_BYTES,
+        "_system_config": _HEALTH_CHECKS,
+    }
     cluster = Cluster(initialize_head=True, head_node_args=head)
     assert cluster.head_node is not None
     gcs = cluster.head_node.all_processes["gcs_server"][0].process.pid

@@ -145,19 +145,17 @@ class Driver:
     def release(self, request: Mapping[str, Any]) -> None:
         """Tell the agents of a reservation to end; remove it once they have, or at once if ``now``."""
         name = str(request["id"])
-        for title in self._groups():
-            if title.split(".")[2] != name:
+        for title, row in self._groups().items():
+            _, pool, of_title, numbers = title.split(".")
+            if of_title != name:
                 continue
-            pool, numbers = title.split(".")[1], title.split(".")[3].split(",")
-            alive = [n for n in numbers if self._has(name, f"{pool}-{n}")]
-            group = ray.util.get_placement_group(title)
-            is_there = group.wait(0)
-            if alive and is_there and not request["now"]:
+            alive = [n for n in numbers.split(",") if self._has(name, f"{pool}-{n}")]
+            if alive and row["state"] == "CREATED" and not request["now"]:
                 for number in alive:
                     actor = ray.get_actor(f"{name}.{pool}-{number}", self._namespace)
                     actor.stop.remote(request["grace_s"])
                 continue
-            remove_placement_group(group)
+            remove_placement_group(ray.util.get_placement_group(title))
         self._handles.pop(name, None)
 
     def _groups(self, *, with_removed: bool = False) -> dict[str, Any]:
