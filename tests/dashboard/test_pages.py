@@ -5,6 +5,7 @@ import json
 import re
 from collections.abc import Callable
 from pathlib import Path
+from typing import Final
 
 import pytest
 from playwright.sync_api import Locator, Page, expect
@@ -12,9 +13,10 @@ from playwright.sync_api import Locator, Page, expect
 from services.contract.api.plan_views import PlanView
 from services.contract.messages.commands import LaunchGang, VerifyCheckpoint
 from services.contract.words.states import JobState, NodeState
+from services.local.embedded_redis import EmbeddedRedis
 from tests.dashboard.scene import STEPS, Scene, spec
 from tests.dashboard.scripted_agent import ScriptedAgent
-from tests.dashboard.tabs import Visit
+from tests.dashboard.tabs import Controller, Visit
 from tests.waiting import until
 
 pytestmark = pytest.mark.redis
@@ -322,6 +324,31 @@ def test_chosen_jobs_are_stopped_together_and_sorted(scene: Scene, visit: Open) 
     expect(page.locator("tr[data-job]").first).to_contain_text("cancelled")
     page.goto(page.url.split("#")[0] + f"#/jobs/{made[0].id}")
     expect(page.get_by_text("The job ended before its first attempt.")).to_be_visible()
+
+
+POOLS: Final = """
+pools:
+  - {name: hpc, kind: slurm, cpu_slots: 4, max_nodes: 4, bin: /nowhere}
+  - {name: spare, kind: slurm, cpu_slots: 1, max_nodes: 1, bin: /nowhere}
+"""
+
+
+def test_pools_say_what_they_bring_for_whom_and_what_is_wrong(visit: Open, tmp_path: Path) -> None:
+    file = tmp_path / "pools.yaml"
+    file.write_text(POOLS)
+    with (
+        EmbeddedRedis.start(tmp_path) as redis,
+        Controller(redis.url, tmp_path, MESHLOOM_POOLS_FILE=str(file)) as controller,
+    ):
+        job = controller.client.submit(spec("wide", ranks=8))
+        tab = visit(controller.url)
+        page = tab.open("#/nodes")
+        row = page.locator("[data-pool=hpc]")
+        expect(row).to_contain_text("2 of 4")
+        expect(row).to_contain_text("requested")
+        expect(row).to_contain_text("the pool does not answer")
+        expect(row.get_by_role("link")).to_have_attribute("href", f"#/jobs/{job.id}")
+        expect(page.locator("[data-pool=spare]")).to_contain_text("0 of 1")
 
 
 def test_a_node_is_drained_taken_back_and_forgotten(scene: Scene, visit: Open) -> None:

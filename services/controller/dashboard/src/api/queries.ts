@@ -22,6 +22,7 @@ import type {
   PlanList,
   PlanState,
   PlanView,
+  PoolList,
   QueueView,
   RankList,
   TokenList,
@@ -221,6 +222,10 @@ export function useQueue(): Polled<QueueView> {
 
 export function useCapacity(): Polled<CapacityView> {
   return usePolled("v1/capacity", CALM_MS);
+}
+
+export function usePools(): Polled<PoolList> {
+  return usePolled("v1/pools", CALM_MS);
 }
 
 export function useWebhooks(): Polled<WebhookList> {

@@ -4,6 +4,7 @@ import { post, remove } from "../api/client";
 import { refreshAll, useNodes } from "../api/queries";
 import type { NodeView } from "../api/types";
 import { Measured } from "../node/Measured";
+import { Pools } from "../node/Pools";
 import { jobHref } from "../router";
 import { Dialog } from "../ui/Dialog";
 import { bytes, DASH, dateTime, shortId } from "../ui/format";
@@ -38,6 +39,7 @@ export default function NodesPage() {
           </pre>
         </div>
       ) : null}
+      <Pools />
       <ul className="nodes">
         {nodes.map((node) => (
           <NodeCard key={node.id} node={node} />
