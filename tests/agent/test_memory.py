@@ -147,8 +147,8 @@ def test_a_thread_that_was_refused_memory_is_seen_in_what_python_tells_of_it(
     tmp_path: Path,
 ) -> None:
     code = "import threading; t = threading.Thread(target=lambda: {}); t.start(); t.join()"
+    log = tmp_path / "log"
     for act, is_lost in (("bytes(1 << 62)", True), ("1 / 0", False)):
-        log = tmp_path / "log"
         program = [sys.executable, "-c", code.format(act)]
         with log.open("wb") as file:
             subprocess.run(program, stderr=file, check=True)

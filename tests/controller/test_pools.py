@@ -248,7 +248,7 @@ def test_a_gang_takes_so_many_nodes(gang: GangRequest, fit: Fit | None) -> None:
 
 def test_a_job_is_refused_only_if_no_pool_could_take_it() -> None:
     async def course(cluster: PooledCluster) -> None:
-        drafting = Drafting("ada", EntryPoints())
+        drafting = Drafting(Actor("ada"), EntryPoints())
         _, outcome = await draft_job(cluster.ports, spec(**{**FOUR, "plan": "default"}), drafting)
         assert isinstance(outcome, NotNow)
         assert outcome.reason == "no known node can take it; pool burst is asked for nodes"
@@ -261,7 +261,7 @@ def test_a_job_is_refused_only_if_no_pool_could_take_it() -> None:
 def test_a_job_whose_layout_is_open_gets_a_node_on_which_it_can_be_planned() -> None:
     async def course(cluster: PooledCluster) -> None:
         job, _ = await draft_job(
-            cluster.ports, spec(plan="auto", mesh="auto"), Drafting("ada", EntryPoints())
+            cluster.ports, spec(plan="auto", mesh="auto"), Drafting(Actor("ada"), EntryPoints())
         )
         assert job.planning is not None
 

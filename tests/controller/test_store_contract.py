@@ -214,7 +214,8 @@ async def test_of_jobs_that_are_created_at_once_no_more_are_kept_than_their_owne
     assert sum(isinstance(one, Stored) for one in made) == 3
     assert sum(isinstance(one, TooManyJobsError) for one in made) == 6
     others = job().model_copy(update={"owner": "another"})
-    assert await of_three.jobs.create(first_decision(others), ACTOR, None)
+    stored = await of_three.jobs.create(first_decision(others), ACTOR, None)
+    assert stored.job.owner == "another"
 
 
 async def test_jobs_that_have_ended_go_on_only_as_far_as_their_owner_may_have_more(
@@ -234,13 +235,14 @@ async def test_jobs_that_have_ended_go_on_only_as_far_as_their_owner_may_have_mo
 
 async def test_an_owner_has_a_bound_of_jobs_that_have_ended_too(of_three: Ports) -> None:
     store = of_three.jobs
+    over = []
     for number in range(5):
         begun = await store.create(first_decision(job(number)), ACTOR, None)
-        last = await store.commit(Change(begun, Decision(ended(begun.job)), ACTOR))
+        over.append(await store.commit(Change(begun, Decision(ended(begun.job)), ACTOR)))
     with pytest.raises(TooManyJobsError, match="has 5 jobs"):
         await store.create(first_decision(job(9)), ACTOR, None)
-    await store.delete(last)
-    assert await store.create(first_decision(job(9)), ACTOR, None)
+    await store.delete(over[-1])
+    await store.create(first_decision(job(9)), ACTOR, None)
 
 
 async def test_a_repeated_request_is_answered_where_its_owner_may_have_no_more(
