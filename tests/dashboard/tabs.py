@@ -135,6 +135,7 @@ class Visit:
 
     def count(self, status: int, part: str) -> int:
         """How many answers had that status, of addresses that contain ``part``."""
+        self.page.title()  # events arrive only while Playwright is asked for something
         return sum(status == known and part in url for known, url in self.answers)
 
     def _on_request(self, request: Request) -> None:
