@@ -1,7 +1,7 @@
 """Nodes of pools, on virtual time: when they are asked for, when gangs run there, when they go back."""
 
 import asyncio
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Sequence
 
 import pytest
 
@@ -12,13 +12,15 @@ from services.controller.domain.decisions.dispatch import first_decision
 from services.controller.domain.errors import InvalidRequestError
 from services.controller.domain.job.events import CancelAsked
 from services.controller.domain.scheduling.placement import GangRequest, NotNow
-from services.controller.domain.scheduling.reservations import Fit
+from services.controller.domain.scheduling.reservations import Fit, Reservation, Sighting
+from services.controller.loops.pools import keep_pool
 from services.controller.ports.jobs import Actor
+from services.controller.ports.pools import RunnablePool
 from services.controller.use_cases.pool_list import list_pools
 from services.controller.use_cases.queue import get_queue
 from services.controller.use_cases.submit import Drafting, draft_job
 from tests.controller.histories import spec
-from tests.controller.virtual_pool import PooledCluster, limits
+from tests.controller.virtual_pool import PooledCluster, VirtualPool, limits
 
 FOUR = {"resources": {"ranks": 4}}
 OVER = {JobState.SUCCEEDED, JobState.FAILED, JobState.CANCELLED}
@@ -204,6 +206,49 @@ def test_a_pool_that_does_not_answer_stops_nothing_that_runs() -> None:
         pool.trouble = None
         await cluster.seconds(10)
         assert (pool.held, cluster.server.reservations) == ({}, {})
+
+    play(PooledCluster({}, limits()), course)
+
+
+def test_a_request_for_nodes_that_the_file_no_longer_allows_is_given_up() -> None:
+    async def course(cluster: PooledCluster) -> None:
+        record = Reservation(
+            id="nodes-of-before",
+            pool="burst",
+            node_ids=("burst-1", "burst-9"),
+            state=ReservationState.REQUESTED,
+            job_id=None,
+            reason="",
+            requested_ms=cluster.now,
+        )
+        await cluster.ports.reservations.put(record, 1, None)
+        await cluster.seconds(3)
+        assert (cluster.pools[0].asked, cluster.server.reservations) == (0, {})
+
+    play(PooledCluster({}, limits()), course)
+
+
+def test_whatever_a_pool_says_ends_no_term() -> None:
+    class Told(dict[str, str]):
+        something = asyncio.Event()
+
+        def __setitem__(self, name: str, why: str) -> None:
+            super().__setitem__(name, why)
+            self.something.set()
+
+    class Confused(VirtualPool):
+        async def sightings(self) -> Sequence[Sighting]:
+            raise KeyError("stats")
+
+    async def course(cluster: PooledCluster) -> None:
+        pool = RunnablePool(Confused(cluster, limits(), 1), {})
+        silent = Told()
+        keeping = asyncio.create_task(keep_pool(cluster.ports, 1, pool, silent))
+        waiting = asyncio.create_task(silent.something.wait())
+        await asyncio.wait([keeping, waiting], return_when=asyncio.FIRST_COMPLETED)
+        assert not keeping.done()
+        assert silent == {"burst": "KeyError: 'stats'"}
+        keeping.cancel()
 
     play(PooledCluster({}, limits()), course)
 

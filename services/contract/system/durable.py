@@ -121,7 +121,7 @@ def is_hollow(descriptor: int) -> bool:
     data = holes = end = 0
     try:
         os.lseek(descriptor, 0, os.SEEK_HOLE)
-    except OSError:  # an empty file, or a storage that tells nothing of holes
+    except OSError:  # an empty file, or a file system that does not report holes
         return False
     try:
         while end < size and holes <= _HOLES_ALLOWED + _HOLES_A_BYTE * data:

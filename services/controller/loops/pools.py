@@ -12,6 +12,7 @@ from tenacity import (
     wait_random_exponential,
 )
 
+from services.controller.domain.errors import MeshloomError
 from services.controller.loops.store_retry import StoreRetry, Troubles
 from services.controller.ports.coordination import Ports
 from services.controller.ports.pools import PoolError, RunnablePool
@@ -45,6 +46,17 @@ async def keep_pool(
     name = pool.pool.limits.name
     retry = StoreRetry(f"pool {name}", troubles=troubles)
     rounds = PoolRounds(ports, epoch, pool.pool, pool.agents)
+
+    async def once() -> None:
+        try:
+            await rounds.once()
+        except (PoolError, MeshloomError):
+            raise
+        except Exception as error:
+            # Nothing that one scheduler says may end the term, and with it that of each next leader.
+            _log.exception("pool_round_failed", pool=name)
+            raise PoolError(f"{type(error).__name__}: {error}") from error
+
     tries = AsyncRetrying(
         retry=retry_if_exception_type(PoolError),
         wait=wait_random_exponential(multiplier=0.5, min=1.0, max=30.0),
@@ -54,7 +66,7 @@ async def keep_pool(
         while True:
             async for attempt in tries:
                 with attempt:
-                    await retry.round(rounds.once)
+                    await retry.round(once)
             silent.pop(name, None)
             await asyncio.sleep(_EVERY_S)
     finally:

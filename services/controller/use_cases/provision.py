@@ -173,7 +173,7 @@ class PoolRounds:
         ports: The world.
         epoch: The term in whose name they write.
         pool: The pool.
-        agent_of: How the agent of a node is started.
+        agents: How the agent of each of its nodes is started.
     """
 
     def __init__(
@@ -218,13 +218,16 @@ class PoolRounds:
                     await self._remove(after)
 
     async def _provision(self, reservation: Reservation) -> None:
-        agents = {node_id: self._agents[node_id] for node_id in reservation.node_ids}
-        try:
-            await self._pool.provision(reservation.id, agents)
-        except PoolRefusedError as error:
-            after = reservation.released(str(error))
+        agents = {name: self._agents[name] for name in reservation.node_ids if name in self._agents}
+        if len(agents) < len(reservation.node_ids):
+            after = reservation.released("the file of pools allows fewer nodes by now")
         else:
-            after = reservation.model_copy(update={"state": ReservationState.PROVISIONING})
+            try:
+                await self._pool.provision(reservation.id, agents)
+            except PoolRefusedError as error:
+                after = reservation.released(str(error))
+            else:
+                after = reservation.model_copy(update={"state": ReservationState.PROVISIONING})
         await self._ports.reservations.put(after, self._epoch, reservation)
 
     async def _remove(self, reservation: Reservation) -> None:

@@ -29,6 +29,7 @@ from ray.util.placement_group import (
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 _PARENT_DEATH_SIGNAL: Final = 1
+_DOTS: Final = 3
 _GONE: Final = frozenset({"REMOVED"})
 _REASONS: Final = {
     "INFEASIBLE": "no cluster of Ray has so many nodes with these resources",
@@ -163,6 +164,7 @@ class Driver:
             row["name"]: row
             for row in placement_group_table().values()
             if row["name"].startswith(f"{self._namespace}.")
+            and row["name"].count(".") == _DOTS  # others may name theirs as they like
             and (with_removed or row["state"] not in _GONE)
         }
 
