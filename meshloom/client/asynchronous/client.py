@@ -72,7 +72,7 @@ class AsyncNodes:
 
 
 class AsyncQueue:
-    """Jobs that wait for seats, and the room there is: ``client.queue``."""
+    """Jobs that wait for slots, free slots, and pools: ``client.queue``."""
 
     def __init__(self, rest: AsyncRestClient) -> None:
         self._rest = rest

@@ -279,7 +279,7 @@ class AsyncRestClient(AsyncTransport):
         return await self.get(f"/v1/nodes/{node_id}", NodeView)
 
     async def queue(self) -> QueueView:
-        """Who waits for seats, and why."""
+        """Who waits for slots, and why."""
         return await self.get("/v1/queue", QueueView)
 
     async def pools(self) -> PoolList:
@@ -287,7 +287,7 @@ class AsyncRestClient(AsyncTransport):
         return await self.get("/v1/pools", PoolList)
 
     async def capacity(self) -> CapacityView:
-        """What room there is."""
+        """Which slots are free."""
         return await self.get("/v1/capacity", CapacityView)
 
     async def drain(self, node_id: str, how: DrainRequest) -> NodeView:

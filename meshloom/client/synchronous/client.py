@@ -72,7 +72,7 @@ class Nodes:
 
 
 class Queue:
-    """Jobs that wait for seats, and the room there is: ``client.queue``."""
+    """Jobs that wait for slots, free slots, and pools: ``client.queue``."""
 
     def __init__(self, rest: RestClient) -> None:
         self._rest = rest

@@ -277,7 +277,7 @@ class RestClient(Transport):
         return self.get(f"/v1/nodes/{node_id}", NodeView)
 
     def queue(self) -> QueueView:
-        """Who waits for seats, and why."""
+        """Who waits for slots, and why."""
         return self.get("/v1/queue", QueueView)
 
     def pools(self) -> PoolList:
@@ -285,7 +285,7 @@ class RestClient(Transport):
         return self.get("/v1/pools", PoolList)
 
     def capacity(self) -> CapacityView:
-        """What room there is."""
+        """Which slots are free."""
         return self.get("/v1/capacity", CapacityView)
 
     def drain(self, node_id: str, how: DrainRequest) -> NodeView:
