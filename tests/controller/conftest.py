@@ -128,8 +128,7 @@ def open_house(  # noqa: PLR0913 one parameter a setting
             drawing=drawing,
             most_priority=most_priority,
         )
-        ended = portal.call(_event)
-        leading = portal.start_task_soon(_lead, leader, ended) if leads else None
+        leading = portal.call(_start, leader) if leads else None
         client = TestClient(create_app(context, policy), base_url="http://127.0.0.1")
         client.portal = portal
         try:
@@ -138,21 +137,19 @@ def open_house(  # noqa: PLR0913 one parameter a setting
                 portal.call(replay_all, ports)
         finally:
             if leading is not None:
-                leading.cancel()
-                # It gives the lead back, for which the connections must still be there.
-                portal.call(_soon, ended)
+                # Its loops end before their connections do, and it gives the lead back.
+                portal.call(_stop, leading)
 
 
-async def _lead(leader: Leader, ended: asyncio.Event) -> None:
-    try:
-        await leader.lead()
-    finally:
-        ended.set()
+async def _start(leader: Leader) -> "asyncio.Task[None]":
+    return asyncio.create_task(leader.lead())
 
 
-async def _soon(ended: asyncio.Event) -> None:
+async def _stop(leading: "asyncio.Task[None]") -> None:
+    # Not by anyio's cancel scopes: they cancel at every step, and so also what ends in good order.
+    leading.cancel()
     async with asyncio.timeout(60):
-        await ended.wait()
+        await asyncio.wait([leading])
 
 
 async def _event() -> asyncio.Event:
