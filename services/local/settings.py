@@ -4,11 +4,13 @@ import os
 import shutil
 from collections.abc import Collection
 from pathlib import Path
+from typing import Annotated
 
-from pydantic import Field
+from pydantic import BeforeValidator, Field
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
 from services.contract.redis.redis_address import redis_address
+from services.contract.storage.storage_address import BucketAddress, storage_address
 
 
 class LocalSettings(BaseSettings):
@@ -35,9 +37,11 @@ class LocalSettings(BaseSettings):
         default=None, description="File with the client certificate for Redis."
     )
     redis_key: Path | None = Field(default=None, description="File with that certificate's key.")
-    checkpoint_root: Path | None = Field(
-        default=None,
-        description="Folder of all jobs' checkpoints; unset: `checkpoints` in the home folder.",
+    checkpoint_root: Annotated[Path | BucketAddress | None, BeforeValidator(storage_address)] = (
+        Field(
+            default=None,
+            description="Folder of all jobs' checkpoints, or `s3://BUCKET/PREFIX`; unset: `checkpoints` in the home folder.",
+        )
     )
     token: str | None = Field(default=None, description="The operator's bearer token.")
 
