@@ -49,6 +49,7 @@ async def run_agent(settings: AgentSettings, stop: asyncio.Event) -> None:
 
     Raises:
         NodeBusyError: Another agent works in the node's folder.
+        NetworkError: The node has no such interface or address as the settings name.
         LeaseTakenError: Another agent elsewhere has the node id.
     """
     take_reserve()
@@ -60,7 +61,10 @@ async def run_agent(settings: AgentSettings, stop: asyncio.Event) -> None:
         await asyncio.to_thread(forget_drafts, folder.code)
         storage_id = await asyncio.to_thread(storage_identity, settings.checkpoint_root)
         inventory = await asyncio.to_thread(take_inventory, settings.cpu_slots, storage_id)
-        network = await asyncio.to_thread(find_network, settings.address, settings.redis_url)
+        network = await asyncio.to_thread(
+            find_network, settings.interface, settings.address, settings.redis_url
+        )
+        _log.info("network", address=network.address, interface=network.interface)
         async with (
             writing_client(settings.redis_address) as writing,
             waiting_client(settings.redis_address) as waiting,
@@ -122,7 +126,7 @@ class Agent:
             node_commands,
             Launcher(
                 node_id,
-                network.address,
+                network,
                 settings.checkpoint_root,
                 self._warm,
                 settings.admission,
