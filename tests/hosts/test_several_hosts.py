@@ -209,15 +209,35 @@ def test_ranks_meet_in_the_network_that_is_named_and_it_may_have_ipv6_alone(
 
 def test_hosts_that_have_ipv6_alone_reach_redis_and_each_other(world: World, both: Losses) -> None:
     hosts = world.hosts
-    for name in ("a", "b"):
-        hosts.nodes[name].stop()
-        hosts.hosts[name].run("ip", "-4", "address", "flush", "dev", "mgmt")
-    world.start("a", "b", MESHLOOM_REDIS_URL=hosts.address_of_redis(ipv6=True))
-    before = hosts.received("a", "data")
-    job = world.submit(hosts.folder / "no-orders")
-    assert nodes_of(world.finish(job.id)) == ["a", "b"]
-    assert world.losses(job.id) == both
-    assert hosts.received("a", "data") - before < 100_000
+    with contextlib.ExitStack() as stack:
+        for name in ("a", "b"):
+            hosts.nodes[name].stop()
+            own = hosts.hosts[name]
+            address = (f"{own.mgmt}/24", "dev", "mgmt")
+            own.run("ip", "address", "del", *address)
+            stack.callback(own.run, "ip", "address", "add", *address)
+            stack.callback(hosts.nodes[name].stop)
+        world.start("a", "b", MESHLOOM_REDIS_URL=hosts.address_of_redis(ipv6=True))
+        before = hosts.received("a", "data")
+        job = world.submit(hosts.folder / "no-orders")
+        assert nodes_of(world.finish(job.id)) == ["a", "b"]
+        assert world.losses(job.id) == both
+        assert hosts.received("a", "data") - before < 100_000
+
+
+def test_an_agent_whose_network_comes_up_late_waits_for_it_and_gives_no_address_of_loopback(
+    world: World,
+) -> None:
+    own = world.hosts.hosts["a"]
+    node = world.hosts.nodes["a"]
+    node.stop()
+    before = len(node.log.read_bytes())
+    own.run("ip", "link", "set", "mgmt", "down")
+    world.hosts.start_agent("a")
+    until(lambda: b"nothing leads from this node to Redis" in node.log.read_bytes()[before:])
+    own.run("ip", "link", "set", "mgmt", "up")
+    until(lambda: "a" in world.ready(), timeout_s=PATIENCE_S)
+    assert f"address={own.mgmt} interface=mgmt" in node.log.read_bytes()[before:].decode()
 
 
 @pytest.mark.parametrize(
@@ -235,7 +255,7 @@ def test_hosts_that_have_ipv6_alone_reach_redis_and_each_other(world: World, bot
 def test_a_network_that_is_not_there_is_refused_at_the_start_with_what_is_there(
     world: World, settings: dict[str, str], why: str
 ) -> None:
-    node = world.hosts.nodes["a"]
+    own, node = world.hosts.hosts["a"], world.hosts.nodes["a"]
     node.stop()
     before = len(node.log.read_bytes())
     world.hosts.start_agent("a", **settings)
@@ -244,8 +264,9 @@ def test_a_network_that_is_not_there_is_refused_at_the_start_with_what_is_there(
     said = node.log.read_bytes()[before:].decode()
     assert why in said
     if "none of" not in why:
-        assert "spare (down), " in said or "spare (down)" in said
-        assert f"data ({world.hosts.hosts['a'].data})" in said
+        assert f"mgmt ({own.mgmt}, {own.mgmt6})" in said
+        assert f"data ({own.data})" in said
+        assert "spare (down)" in said
 
 
 def test_certificates_of_another_authority_are_refused_and_renewed_ones_are_served(

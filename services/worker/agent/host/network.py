@@ -17,6 +17,10 @@ class NetworkError(Exception):
     """The interface or the address that the settings name cannot be used; the message says why."""
 
 
+class NoRouteError(NetworkError):
+    """This node has no way to Redis yet, so it is not known by which address others reach it."""
+
+
 @dataclass(frozen=True)
 class Network:
     """Where other nodes reach this one, and the interface that has this address, where one has.
@@ -67,6 +71,8 @@ def find_network(interface: str | None, address: str | None, redis_url: str) -> 
     Raises:
         NetworkError: There is no such interface, or it is down or has no address; or no interface
             has the address. The message lists those that there are.
+        NoRouteError: Neither is given, and nothing leads to Redis: its name does not resolve, or no
+            interface is up.
     """
     known = _interfaces()
     if interface is not None:
@@ -123,9 +129,11 @@ def _address_towards(redis_url: str) -> str:
         with socket.socket(family, kind) as probe:
             probe.connect(target)  # a datagram socket sends nothing: it only takes a route
             return str(probe.getsockname()[0])
-    except OSError:
-        # The name may not resolve yet; a gang on this node alone needs no other address.
-        return _LOOPBACK
+    except OSError as error:
+        raise NoRouteError(
+            f"nothing leads from this node to Redis at {parts.hostname}: {error.strerror or error}; check its network, "
+            "or MESHLOOM_REDIS_URL"
+        ) from error
 
 
 def _interfaces() -> dict[str, Interface]:

@@ -1,6 +1,6 @@
 // Written by `npm run types` from tests/controller/openapi.json; not to be edited.
-// document 14a72d2ef3095e3e328e6f3e57a23e46fb19fef39da1e4deff925897b65de936
-// types 69c28157c5d485cf35e36596323f53c47ea161a7f4ecfe7d86002e90d0d0d25c
+// document 4edd210f1c4470755db2d11c02bb319c7117299314720b6f2d7fe4e49cfafdbd
+// types 958c5c92dc4d864d0520ec376cdd81ea430508cecab05fe01995029c310fbc4b
 
 export type paths = Record<string, never>;
 export type webhooks = Record<string, never>;
@@ -715,7 +715,7 @@ export interface components {
          * @description What kind of trouble a diagnosis finds; ``NONE`` where the ranks make progress.
          * @enum {string}
          */
-        FailureClass: "crash" | "out_of_memory" | "frozen" | "gil_held" | "collective_mismatch" | "data_stall" | "nan" | "node_lost" | "killed_by_operator" | "user_error" | "hang" | "launch_failed" | "checkpoint_failed" | "none";
+        FailureClass: "crash" | "out_of_memory" | "frozen" | "gil_held" | "collective_mismatch" | "data_stall" | "nan" | "node_lost" | "network" | "killed_by_operator" | "user_error" | "hang" | "launch_failed" | "checkpoint_failed" | "none";
         /**
          * FailureView
          * @description What ended an attempt: the first rank to fail, and its error.
