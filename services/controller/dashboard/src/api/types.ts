@@ -1,6 +1,6 @@
 // Written by `npm run types` from tests/controller/openapi.json; not to be edited.
-// document 14a72d2ef3095e3e328e6f3e57a23e46fb19fef39da1e4deff925897b65de936
-// types 69c28157c5d485cf35e36596323f53c47ea161a7f4ecfe7d86002e90d0d0d25c
+// document 04c2848559fb52004909f38e9baa1dd73bada7ed3938844a65c318fa5287ba41
+// types e1810842583c6ca02f769fcc7684dbed793474547db9b8d26d3c0c746b4acd77
 
 export type paths = Record<string, never>;
 export type webhooks = Record<string, never>;
@@ -2474,6 +2474,11 @@ export interface components {
             learning_rate: number | null;
             /** Loss */
             loss: number | null;
+            /**
+             * Memory Bytes
+             * @description the most that a rank on the node of rank 0 held after the step, as of a sample
+             */
+            memory_bytes: number | null;
             /** Mfu */
             mfu: number | null;
             /**
@@ -2485,6 +2490,11 @@ export interface components {
             step: number;
             /** Step Time S */
             step_time_s: number;
+            /**
+             * Time Ms
+             * @description when rank 0 ended the step, by the clock of its node
+             */
+            time_ms: number | null;
             /** Tokens Per S */
             tokens_per_s: number;
         };
