@@ -69,7 +69,7 @@ def test_charts_zoom_smooth_and_leave_as_csv_and_png(
 
     page.get_by_role("button", name="time", exact=True).click()
     # 120 steps of 310 ms, 400 ms apart.
-    expect(readout).to_contain_text("after 48 s")
+    expect(readout).to_contain_text("after 47 s")
     page.get_by_label("Smoothing").select_option("none")
     expect(loss.locator(".keys")).not_to_contain_text("smoothed")
 

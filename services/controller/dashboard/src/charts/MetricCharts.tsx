@@ -11,6 +11,8 @@ import { type Axis, csvOf, type Measure, measuresOf, type Run } from "./measures
 const SMALL_HEIGHT = 168;
 const SMALL_AT_FIRST = 12;
 const RUN_COLORS = 8;
+/** Powers of two: bytes are told in them. */
+const BYTE_INCREMENTS = Array.from({ length: 53 }, (_, power) => 2 ** power);
 const STRENGTHS: [string, number][] = [
   ["none", 0],
   ["light", 1],
@@ -66,6 +68,7 @@ export function MetricCharts({ jobs }: { jobs: JobView[] }) {
         onZoom={setZoom}
         fromZero={measure.fromZero}
         units={measure.format === bytes || measure.format === duration}
+        increments={measure.format === bytes ? BYTE_INCREMENTS : undefined}
         log={measure.scales && log}
         format={measure.format}
         controls={measure.scales ? <Scale log={log} onChange={setLog} /> : null}

@@ -62,7 +62,7 @@ const LOOP: LoopMeasure[] = [
   { key: "step_time_s", title: "Step time", color: "--curve-speed", format: duration, fromZero: true },
   { key: "data_wait_s", title: "Data wait", color: "--curve-validation", format: duration, fromZero: true },
   { key: "mfu", title: "MFU", color: "--curve-speed", format: share, fromZero: true },
-  { key: "memory_bytes", title: "Memory of the fullest rank", color: "--curve-validation", format: bytes, fromZero: true },
+  { key: "memory_bytes", title: "Memory", color: "--curve-validation", format: bytes, fromZero: true },
 ];
 const VALIDATION = "validation/";
 
