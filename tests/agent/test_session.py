@@ -60,9 +60,9 @@ class SilentRedis:
         return {}
 
 
-@pytest.mark.parametrize("is_idle", [True, False])
+@pytest.mark.parametrize("is_idle", [True, False], ids=["idle", "busy"])
 def test_a_third_beat_is_sent_well_before_the_lease_ends_if_two_get_no_answer(
-    is_idle: bool,
+    is_idle: bool,  # noqa: FBT001 parametrized
 ) -> None:
     redis = SilentRedis()
 
@@ -70,15 +70,19 @@ def test_a_third_beat_is_sent_well_before_the_lease_ends_if_two_get_no_answer(
         supervisor = SimpleNamespace(
             urgent=asyncio.Event(),
             is_idle=is_idle,
-            take_records=lambda: [],
+            take_records=list,
             samples=dict,
             fence_off=lambda _: None,
-            records_written=lambda held_back: None,
+            records_written=lambda **_: None,
         )
         async with writing_client("redis://nowhere") as client:
             session = Session(
                 client,
-                Life("node", "life", Inventory(hostname="a", cpu_slots=1, cpu_count=1, memory_bytes=1)),
+                Life(
+                    "node",
+                    "life",
+                    Inventory(hostname="a", cpu_slots=1, cpu_count=1, memory_bytes=1),
+                ),
                 cast("Supervisor", supervisor),
                 lambda _: None,
                 journal=None,  # type: ignore[arg-type]  # there are no records
