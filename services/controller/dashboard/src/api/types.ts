@@ -1,6 +1,6 @@
 // Written by `npm run types` from tests/controller/openapi.json; not to be edited.
-// document 14a72d2ef3095e3e328e6f3e57a23e46fb19fef39da1e4deff925897b65de936
-// types 69c28157c5d485cf35e36596323f53c47ea161a7f4ecfe7d86002e90d0d0d25c
+// document 02a701d825c492c9370b73e9ce87fc0d6491ecc05d271f68c2eded1aa95fa050
+// types fa5d6aad047b892ec815d496c886a451c48ead8a13b4efc50a6d4e1016a53a34
 
 export type paths = Record<string, never>;
 export type webhooks = Record<string, never>;
@@ -1891,6 +1891,12 @@ export interface components {
              * @description of each node
              */
             cpu_slots: number;
+            /**
+             * Ended
+             * @description the newest that were given back (RELEASED) or lost (LOST), the last one first
+             * @default []
+             */
+            ended: components["schemas"]["ReservationView"][];
             /** Idle Timeout S */
             idle_timeout_s: number;
             kind: components["schemas"]["PoolKind"];
@@ -2218,15 +2224,21 @@ export interface components {
          * @description What is wanted of nodes of a pool, and how far that is.
          *
          *     REQUESTED: the pool is to be asked. PROVISIONING: it was asked; not all nodes have joined. READY: all
-         *     have. RELEASING: they are to be given back.
+         *     have. RELEASING: they are to be given back. RELEASED: they were. LOST: so were they, after the pool had
+         *     taken them back, or one of them was lost.
          * @enum {string}
          */
-        ReservationState: "REQUESTED" | "PROVISIONING" | "READY" | "RELEASING";
+        ReservationState: "REQUESTED" | "PROVISIONING" | "READY" | "RELEASING" | "RELEASED" | "LOST";
         /**
          * ReservationView
          * @description Nodes that a pool was asked for, all or none of them.
          */
         ReservationView: {
+            /**
+             * Ended At
+             * @description when its nodes were gone
+             */
+            ended_at: string | null;
             /** Id */
             id: string;
             /**
@@ -2243,7 +2255,7 @@ export interface components {
             ready_at: string | null;
             /**
              * Reason
-             * @description what the pool said last, or why it is given back
+             * @description what the pool said last, or why it is given back or was lost, with the pool's words
              */
             reason: string;
             /**
