@@ -64,7 +64,9 @@ class LocalSettings(BaseSettings):
             return None
         return redis_address(
             self.redis_url,
-            password=self.redis_password and self.redis_password.get_secret_value(),
+            password=None
+            if self.redis_password is None
+            else self.redis_password.get_secret_value(),
             ca=self.redis_ca,
             cert=self.redis_cert,
             key=self.redis_key,
