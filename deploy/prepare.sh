@@ -26,8 +26,8 @@ secret grafana-password 0444
 chmod 0644 .secrets/prometheus-token
 
 # A tenth of the memory, and at least 4 GiB, stays for the others; the worker has 1 GiB at least.
-memory=$(awk '/^MemTotal:/ { mib = $2 / 1024; rest = mib / 10 > 4096 ? mib / 10 : 4096
-  printf "%d", mib - rest > 1024 ? mib - rest : 1024 }' /proc/meminfo)
+memory=$(awk '/^MemTotal:/ { mib = $2 / 1024; rest = (mib > 40960) ? mib / 10 : 4096
+  printf("%d", (mib - rest > 1024) ? mib - rest : 1024) }' /proc/meminfo)
 
 setting() {
   grep -q "^$1=" .env 2>/dev/null || echo "$1=$2" >>.env
