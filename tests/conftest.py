@@ -77,8 +77,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         help="which cells of the engine's grid run: those in which every two features meet, "
         "or also every feature alone in every setting",
     )
-
-
+    parser.addoption(
+        "--images", metavar="FOLDER", help="also build container images there, and run them"
+    )
     parser.addoption(
         "--suite",
         default="all",
@@ -89,9 +90,12 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leaves out what needs an accelerator, unless the run has one."""
-    if config.getoption("--device") == "cpu":
-        without = [item for item in items if item.get_closest_marker("gpu")]
+    """Leaves out what needs an accelerator or builds images, unless the run is to."""
+    left_out = {"gpu"} if config.getoption("--device") == "cpu" else set()
+    if config.getoption("--images") is None:
+        left_out.add("images")
+    if left_out:
+        without = [item for item in items if any(map(item.get_closest_marker, left_out))]
         items[:] = [item for item in items if item not in without]
         config.hook.pytest_deselected(items=without)
     suite = config.getoption("--suite")
