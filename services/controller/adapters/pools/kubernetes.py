@@ -370,7 +370,7 @@ def _runs(pod: client.V1Pod) -> bool:
 
 
 def _is_there(pod: client.V1Pod) -> bool:
-    """Whether its agent may still run. Of a node that does not answer, its pods stay for ever."""
+    """Whether its agent may still run. Those of a node that does not answer stay."""
     if _has_ended(pod):
         return False
     until = pod.metadata and pod.metadata.deletion_timestamp
