@@ -18,7 +18,9 @@ COPY pyproject.toml constraints.txt README.md ./
 COPY fsdp_core fsdp_core
 COPY meshloom meshloom
 COPY services services
-RUN pip install --constraint constraints.txt '.[controller]'
+# With pools of Kubernetes or Ray: EXTRAS=controller,kubernetes
+ARG EXTRAS=controller
+RUN pip install --constraint constraints.txt ".[${EXTRAS}]"
 
 USER 10001:10001
 WORKDIR /var/lib/meshloom
