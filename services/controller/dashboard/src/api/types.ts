@@ -1,6 +1,6 @@
 // Written by `npm run types` from tests/controller/openapi.json; not to be edited.
-// document 55f4ad29225b49cff93a9e44adde9c1e8fb0a7ac2599ce756a082a5bb077fe75
-// types 62375147217f770ecdf161fb75d6cbd0b0aed90efe87c86e52ffccf3fa99ad18
+// document b6d5b20ef88a54538e5f40833efc195ad540a476ebc2fdb75f28ef9270dc8156
+// types 30554bae8687c3cb691f9fcc7c37a866be1b3941c0febeaf17d22f6059b7ad89
 
 export type paths = Record<string, never>;
 export type webhooks = Record<string, never>;
@@ -825,6 +825,7 @@ export interface components {
          * @description The resources of a node. ``cpu_slots`` is how many CPU ranks it runs at a time.
          *
          *     ``storage_id``: the name that the storage of checkpoints has for all nodes that share it; None: unknown.
+         *     ``storage_fault``: why no job could use it when the agent started, as far as that was tried.
          */
         Inventory: {
             /**
@@ -840,6 +841,8 @@ export interface components {
             hostname: string;
             /** Memory Bytes */
             memory_bytes: number;
+            /** Storage Fault */
+            storage_fault: string | null;
             /** Storage Id */
             storage_id: string | null;
             /** Versions */
