@@ -100,6 +100,7 @@ class S3Server:
 
     url: str
     environment: dict[str, str]
+    _client: Any
 
     def fail(self, fault: Fault) -> None:
         """Answer so from now on, until ``mend``."""
@@ -111,11 +112,7 @@ class S3Server:
 
     def client(self) -> Any:  # noqa: ANN401 the tests' own, without types of its answers
         """A client of its own, for what a test looks at or damages."""
-        return boto3.session.Session(
-            aws_access_key_id=ENVIRONMENT["AWS_ACCESS_KEY_ID"],
-            aws_secret_access_key=ENVIRONMENT["AWS_SECRET_ACCESS_KEY"],
-            region_name=ENVIRONMENT["AWS_REGION"],
-        ).client("s3", endpoint_url=self.url)
+        return self._client
 
     def keys(self, prefix: str = "") -> list[str]:
         """All objects of the bucket."""
@@ -148,8 +145,14 @@ def s3_server() -> Iterator[S3Server]:
     try:
         assert process.stdout is not None
         url = f"http://127.0.0.1:{int(process.stdout.readline())}"
-        server = S3Server(url, {**ENVIRONMENT, "AWS_ENDPOINT_URL_S3": url})
-        server.client().create_bucket(Bucket=BUCKET)
+        # One for all looks: making a client takes as long as a hundred requests.
+        client = boto3.session.Session(
+            aws_access_key_id=ENVIRONMENT["AWS_ACCESS_KEY_ID"],
+            aws_secret_access_key=ENVIRONMENT["AWS_SECRET_ACCESS_KEY"],
+            region_name=ENVIRONMENT["AWS_REGION"],
+        ).client("s3", endpoint_url=url)
+        client.create_bucket(Bucket=BUCKET)
+        server = S3Server(url, {**ENVIRONMENT, "AWS_ENDPOINT_URL_S3": url}, client)
         yield server
     finally:
         process.kill()

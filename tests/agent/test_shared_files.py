@@ -293,7 +293,8 @@ def test_a_deleted_job_is_not_found_and_a_purged_one_leaves_nothing(place: Place
     for node in NODES:
         assert purge(place.on(node), PurgeJob(job_id=JOB, fence=1), node).error is None
     assert place.names() == set()
-    assert place.on("node-2").files.jobs() == []
+    for node in NODES:
+        assert place.on(node).files.jobs() == []
     assert place.committed("node-1") == []
 
 
@@ -449,3 +450,14 @@ def test_a_file_of_records_reaches_a_node_that_did_not_write_it(bucket: Place) -
     (own / "steps.0001.node-1.a.jsonl").write_bytes(b"\nlonger than before")
     bucket.on("node-1").files.pull_missing(own)
     assert (own / "steps.0001.node-1.a.jsonl").read_bytes() == b"\nlonger than before"
+
+
+def test_copies_of_a_job_that_was_purged_elsewhere_go(bucket: Place) -> None:
+    bucket.on("node-1").open_attempt(launch(1))
+    other = bucket.on("node-2")
+    assert other.find_job(JOB, None, 0) is not None
+    assert purge(bucket.on("node-1"), PurgeJob(job_id=JOB, fence=1), "node-1").error is None
+    other.files.jobs()
+    assert (other.root / JOB).is_dir()  # an attempt may have been about to be opened
+    other.files.jobs()
+    assert not (other.root / JOB).exists()

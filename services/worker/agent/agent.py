@@ -252,6 +252,7 @@ class Agent:
                 await self._outbox.emptied()
                 await self._session.release_lease()
                 await self._journal.flush()
+                await self._journal.publish()
         except (TimeoutError, *REDIS_AWAY) as error:
             _log.warning("left_without_telling", why=str(error) or "Redis is unreachable")
         else:
