@@ -35,7 +35,8 @@ def main() -> None:
     except ValidationError as error:
         for fault in error.errors():
             name = "_".join(("MESHLOOM", *(str(part).upper() for part in fault["loc"])))
-            sys.stderr.write(f"meshloom agent: {name}: {fault['msg']}\n")
+            text = str(fault["msg"]).removeprefix("Value error, ")
+            sys.stderr.write(f"meshloom agent: {f'{name}: {text}' if fault['loc'] else text}\n")
         sys.exit(_BAD_SETTINGS)
     if only_check:
         sys.exit(0 if lease_is_held(settings.redis_address, settings.node_id) else _NOT_ALIVE)

@@ -6,13 +6,14 @@ import socket
 from pathlib import Path
 from typing import Annotated, Final, Self
 
-from pydantic import Field, ValidationInfo, field_validator, model_validator
+from pydantic import Field, SecretStr, ValidationInfo, field_validator, model_validator
 from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict
 
 from services.contract.jobs.entry_points import entry_points
 from services.contract.messages.warm_channel import NODE_MARK
 from services.contract.redis.redis_address import redis_address
 from services.contract.system.rank_user import RankUser
+from services.contract.system.secret_files import with_secret_files
 from services.contract.words.ids import NodeId
 from services.worker.agent.ranks.admission import Admission
 
@@ -57,6 +58,13 @@ class AgentSettings(BaseSettings):
         default=None, description="File with the client certificate for Redis."
     )
     redis_key: Path | None = Field(default=None, description="File with that certificate's key.")
+    redis_password: SecretStr | None = Field(
+        default=None,
+        description="The password of the user in `MESHLOOM_REDIS_URL`, which then has none; of any characters.",
+    )
+    redis_password_file: Path | None = Field(
+        default=None, description="File that has it, in place of `MESHLOOM_REDIS_PASSWORD`."
+    )
     node_id: NodeId = Field(
         default_factory=_node_id_of_this_host,
         description="The node's name; unset: made of the host's name.",
@@ -122,6 +130,11 @@ class AgentSettings(BaseSettings):
         description="The function that each rank runs, as module:callable.",
     )
 
+    @model_validator(mode="before")
+    @classmethod
+    def _read_secrets(cls, values: object) -> object:
+        return with_secret_files(values, "redis_password")
+
     @field_validator("home")
     @classmethod
     def _absolute(cls, value: Path) -> Path:
@@ -155,7 +168,13 @@ class AgentSettings(BaseSettings):
     def redis_address(self) -> str:
         """The URL of Redis, with the files of TLS in it."""
         return redis_address(
-            self.redis_url, ca=self.redis_ca, cert=self.redis_cert, key=self.redis_key
+            self.redis_url,
+            password=None
+            if self.redis_password is None
+            else self.redis_password.get_secret_value(),
+            ca=self.redis_ca,
+            cert=self.redis_cert,
+            key=self.redis_key,
         )
 
     @model_validator(mode="after")

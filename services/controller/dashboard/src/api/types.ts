@@ -1,6 +1,6 @@
 // Written by `npm run types` from tests/controller/openapi.json; not to be edited.
-// document 02a701d825c492c9370b73e9ce87fc0d6491ecc05d271f68c2eded1aa95fa050
-// types fa5d6aad047b892ec815d496c886a451c48ead8a13b4efc50a6d4e1016a53a34
+// document 99663fb9db7727f53612933319bfeec6b0627a7fa06abd6cf31a05e061045235
+// types 2de6c95d006b65b7460e46f1c25aeb1d19221df3fdc54a7992ea9a26a4e94a2f
 
 export type paths = Record<string, never>;
 export type webhooks = Record<string, never>;
@@ -2486,6 +2486,11 @@ export interface components {
             learning_rate: number | null;
             /** Loss */
             loss: number | null;
+            /**
+             * Memory Bytes
+             * @description the most that a rank on the node of rank 0 held after the step, as of a sample
+             */
+            memory_bytes: number | null;
             /** Mfu */
             mfu: number | null;
             /**
@@ -2497,6 +2502,11 @@ export interface components {
             step: number;
             /** Step Time S */
             step_time_s: number;
+            /**
+             * Time Ms
+             * @description when rank 0 ended the step, by the clock of its node
+             */
+            time_ms: number | null;
             /** Tokens Per S */
             tokens_per_s: number;
         };
