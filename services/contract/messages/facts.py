@@ -78,6 +78,15 @@ class NodeJoined(Message):
     gangs: Annotated[tuple[RunningGang, ...], AtMostOnePerRank] = ()
 
 
+class NodeLeaving(Message):
+    """An agent was told to stop: it takes no more gangs, and leaves once it has none, or after ``grace_s``."""
+
+    kind: Literal["node_leaving"] = "node_leaving"
+    node_id: NodeId
+    incarnation: Incarnation
+    grace_s: float = Field(ge=0, le=_LONGEST_S)
+
+
 class NodeLeft(Message):
     """An agent stops of its own will: it takes no more commands and is ending its ranks."""
 
@@ -385,6 +394,7 @@ class GangEnded(_GangFact):
 
 Fact = Annotated[
     NodeJoined
+    | NodeLeaving
     | NodeLeft
     | GangLaunched
     | LaunchRefused
