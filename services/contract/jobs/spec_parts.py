@@ -353,7 +353,8 @@ class FaultSpec(SpecPart):
     ``on_nan``: a loss or gradient that is no finite number ends the job (``stop``), or its attempt,
     and the next one goes on from the last committed checkpoint (``rollback``, a counted restart).
     ``hang_timeout_s``: for how long no rank may make progress between steps; ``auto`` is 5 s or
-    three usual steps, whichever is longer.
+    three usual steps, whichever is longer. ``on_replica_loss``: with ``continue`` replicas that live
+    train on without a lost one, which gets its state back from their memory.
     """
 
     max_restarts: int = Field(
@@ -366,6 +367,10 @@ class FaultSpec(SpecPart):
     hang_timeout_s: Annotated[float, Field(gt=0)] | Literal["auto"] = Field(
         default="auto",
         description="Seconds without progress on any rank that count as a hang; auto: 5 s or three usual steps, whichever is longer.",
+    )
+    on_replica_loss: Literal["continue"] | None = Field(
+        default=None,
+        description="continue: when a replica (mesh.dp_replicate) is lost, the others train on and it returns; null: the attempt ends and the job restarts.",
     )
 
 

@@ -9,6 +9,7 @@ from typing import Annotated, Final, Literal
 from pydantic import FailFast, Field, TypeAdapter
 
 from services.contract.jobs.plans import GangPlan
+from services.contract.jobs.spec_parts import MOST_RANKS
 from services.contract.jobs.specs import CarriedSpec
 from services.contract.jobs.traces import MOST_STEPS
 from services.contract.messages.base import Message
@@ -244,12 +245,31 @@ class TraceOrder(Message):
     steps: int = Field(ge=1, le=MOST_STEPS)
 
 
+class ReplicaSet(Message):
+    """The replicas that take part in steps from now on, if a job continues without lost ones.
+
+    Attributes:
+        epoch: Its number; a set of a higher one replaces it.
+        members: Numbers of replicas, ascending.
+        source: A member that has the state. Its first rank listens for the others at ``host``, ``port``.
+        joining: Members that get the state from the source's memory.
+    """
+
+    epoch: int = Field(ge=1, le=_MOST)
+    members: Annotated[tuple[int, ...], Field(min_length=1, max_length=MOST_RANKS), FailFast()]
+    source: int = Field(ge=0)
+    host: Name
+    port: int = Field(ge=1, le=65_535)
+    joining: Annotated[tuple[int, ...], Field(max_length=MOST_RANKS), FailFast()] = ()
+
+
 class RankOrder(Message):
     """Agent to rank: checkpoint at the next agreed step; ``stop``: and then exit.
 
-    ``trace``: this rank alone, from its own next step on.
+    ``trace``: this rank alone, from its own next step on. ``replicas``: who takes part from now on.
     """
 
     checkpoint: bool = False
     stop: bool = False
     trace: TraceOrder | None = None
+    replicas: ReplicaSet | None = None
