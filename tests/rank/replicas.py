@@ -75,7 +75,7 @@ class ReplicaJob:
             self.launch(replica)
         for replica in range(self.replicas):
             self.until_ready(replica)
-        self.decide(tuple(range(self.replicas)), source=0)
+        self.decide(tuple(range(self.replicas)))
 
     def launch(self, replica: int) -> None:
         """Starts the ranks of a replica."""
@@ -100,17 +100,15 @@ class ReplicaJob:
         """Reads until the ranks of a replica have built their models."""
         self.until(lambda: all(self.of_kind(rank, RankReady) for rank in self.ranks_of(replica)))
 
-    def decide(self, members: tuple[int, ...], source: int, joining: tuple[int, ...] = ()) -> None:
+    def decide(self, members: tuple[int, ...]) -> None:
         """Tells all members of the next epoch."""
         self.epoch += 1
         self.members = members
         told = ReplicaSet(
             epoch=self.epoch,
             members=members,
-            source=source,
             host="127.0.0.1",
-            port=self._ports[source],
-            joining=joining,
+            port=self._ports[members[-1]],
         )
         for member in members:
             for rank in self.ranks_of(member):
@@ -124,15 +122,13 @@ class ReplicaJob:
             os.kill(pid, signal.SIGKILL)
         for rank in self.ranks_of(replica):
             self.processes[rank].join(_PATIENCE_S)
-        left = tuple(member for member in self.members if member != replica)
-        self.decide(left, source=left[0])
+        self.decide(tuple(member for member in self.members if member != replica))
 
     def bring_back(self, replica: int) -> None:
         """Starts a lost replica again, and has it get its state from a living one."""
         self.launch(replica)
         self.until_ready(replica)
-        source = self.members[-1]
-        self.decide(tuple(sorted((*self.members, replica))), source, joining=(replica,))
+        self.decide(tuple(sorted((*self.members, replica))))
 
     def ranks_of(self, replica: int) -> range:
         """Numbers of its ranks."""
@@ -235,5 +231,6 @@ class ReplicaJob:
             store_port=self._ports[replica],
             threads=1,
             hears_metrics=True,
+            returns=self._lives[rank] > 1,
             data_roots=(str(self.spec.data.args["library"] if self.spec.data else self.root),),
         )

@@ -47,7 +47,8 @@ class RankSeat(Message):
 
     ``secrets`` are those that the spec refers to, by name; they are nowhere else. Built-in data
     sources read below ``data_roots`` alone. ``code_folder`` holds the code that was uploaded for the job.
-    ``hears_metrics``: the agent knows ``RankMetrics``.
+    ``hears_metrics``: the agent knows ``RankMetrics``. ``returns``: its replica was lost, and gets its
+    state from the memory of another one.
     """
 
     job_id: JobId
@@ -68,6 +69,7 @@ class RankSeat(Message):
     data_roots: tuple[str, ...] = ()
     code_folder: str | None = None
     hears_metrics: bool = False
+    returns: bool = False
 
 
 class RankReady(Message):
@@ -251,16 +253,14 @@ class ReplicaSet(Message):
     Attributes:
         epoch: Its number; a set of a higher one replaces it.
         members: Numbers of replicas, ascending.
-        source: A member that has the state. Its first rank listens for the others at ``host``, ``port``.
-        joining: Members that get the state from the source's memory.
+        host: Where the first rank of one of them listens for the others.
+        port: The same.
     """
 
     epoch: int = Field(ge=1, le=_MOST)
     members: Annotated[tuple[int, ...], Field(min_length=1, max_length=MOST_RANKS), FailFast()]
-    source: int = Field(ge=0)
     host: Name
     port: int = Field(ge=1, le=65_535)
-    joining: Annotated[tuple[int, ...], Field(max_length=MOST_RANKS), FailFast()] = ()
 
 
 class RankOrder(Message):

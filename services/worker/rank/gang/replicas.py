@@ -25,6 +25,7 @@ _PAUSE_S: Final = 0.005
 _MOMENT_S: Final = 1.0
 _MEETS_WITHIN: Final = timedelta(seconds=20)
 _LASTS: Final = timedelta(days=7)
+_NO_STATE: Final = -1
 _PART_BYTES: Final = 1 << 26
 
 
@@ -116,6 +117,9 @@ class Replicas:
         self._orders = orders
         self._watch = watch
         self._set: ReplicaSet | None = None
+        self._has_state = not seat.returns
+        self._giver: int | None = None
+        self._joining: tuple[int, ...] = ()
         self._groups: _Groups | None = None
 
     @property
@@ -131,12 +135,12 @@ class Replicas:
     @property
     def is_joining(self) -> bool:
         """Whether this replica gets its state in this epoch."""
-        return self.number in self._known.joining
+        return self.number in self._joining
 
     @property
     def sends(self) -> bool:
         """Whether this replica gives its state to others in this epoch."""
-        return self.number == self._known.source and bool(self._known.joining)
+        return self.number == self._giver and bool(self._joining)
 
     @property
     def is_first(self) -> bool:
@@ -150,7 +154,7 @@ class Replicas:
             standing: Of this rank.
 
         Returns:
-            That of all ranks that do not join in it.
+            That of all ranks that have the state.
         """
         self._watch.enter(RankPhase.RENDEZVOUS)
         while True:
@@ -198,15 +202,19 @@ class Replicas:
         Raises:
             MembersChangedError: A member is gone.
         """
-        for replica in self._known.joining:
+        for replica in self._joining:
             to = self.members.index(replica)
             self._send(torch.tensor([len(text)]), to)
             for tensor in (torch.frombuffer(bytearray(text), dtype=torch.uint8), *tensors):
                 for part in tensor.split(_PART_BYTES):
                     self._send(part, to)
 
+    def note_state(self) -> None:
+        """This rank has got its state."""
+        self._has_state = True
+
     def receive_text(self) -> bytes:
-        """The text of what the source sends.
+        """The text of the state that another replica sends.
 
         Raises:
             MembersChangedError: A member is gone.
@@ -218,7 +226,7 @@ class Replicas:
         return bytes(text.tolist())
 
     def receive_tensor(self, into: torch.Tensor) -> None:
-        """The next tensor that the source sends: one dim, on the host.
+        """The next tensor of it: one dim, on the host.
 
         Raises:
             MembersChangedError: A member is gone.
@@ -235,19 +243,25 @@ class Replicas:
         self.vote(Ballot())
 
     def _compare(self, standing: Standing) -> Sequence[Standing]:
-        own = -1 if self.is_joining else standing.made
+        own = standing.made if self._has_state else _NO_STATE
         row = torch.tensor([own, standing.checkpoint, standing.stop], dtype=torch.int64)
         rows = [torch.zeros_like(row) for _ in range(len(self.members) * self._size)]
         self._wait(self._open.all.allgather([rows], [row]))
         told = [each.tolist() for each in rows]
+        without = {place // self._size for place, each in enumerate(told) if each[0] == _NO_STATE}
+        having = [place for place in range(len(self.members)) if place not in without]
+        if not having:
+            raise RuntimeError("no replica that is left has the state: all that had it are lost")
+        self._joining = tuple(self.members[place] for place in sorted(without))
+        self._giver = self.members[having[0]]
         return [Standing(made, bool(save), bool(stop)) for made, save, stop in told if made >= 0]
 
     def _send(self, part: torch.Tensor, to: int) -> None:
         self._wait(self._open.peers.send([part], to, 0))
 
     def _receive(self, part: torch.Tensor) -> None:
-        source = self.members.index(self._known.source)
-        self._wait(self._open.peers.recv([part], source, 0))
+        giver = self.members.index(self._giver) if self._giver is not None else 0
+        self._wait(self._open.peers.recv([part], giver, 0))
 
     @property
     def _known(self) -> ReplicaSet:

@@ -271,6 +271,7 @@ class _Loop:
         text = self._replicas.receive_text()
         self._made = peer_memory.filled(self._run.trained, text, self._replicas.receive_tensor)
         self._after = After(self._made, math.nan, {})
+        self._replicas.note_state()
         self._own = self._others = self._sums = None
         self._run.watch.resume(self._made)
         self._beside.writer.resume(self._made - 1)
