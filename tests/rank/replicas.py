@@ -25,6 +25,7 @@ from services.contract.messages.rank_pipe import (
 )
 from services.contract.system.pipe_end import PipeEnd
 from services.controller.domain.plans import default_plan
+from services.worker.rank.process.seat import DEFAULT_TRAINER
 from tests.forking import forking
 from tests.rank.gang import JOB, launched
 
@@ -42,7 +43,7 @@ class ReplicaJob:
         messages: By rank, what its present and former processes said.
     """
 
-    def __init__(self, root: Path, spec: JobSpec, resume_from: str | None = None) -> None:
+    def __init__(self, root: Path, spec: JobSpec, trainer: str = DEFAULT_TRAINER) -> None:
         self.root = root
         self.spec = spec
         self.epoch = 0
@@ -59,7 +60,7 @@ class ReplicaJob:
                 for rank in range(sharding.mesh.ranks)
             ),
         )
-        self._resume_from = resume_from
+        self._trainer = trainer
         self._context = forking()
         self._selector = selectors.DefaultSelector()
         self._unread: dict[int, bytes] = {}
@@ -85,7 +86,10 @@ class ReplicaJob:
                 rank = replica * self.size + place
                 self._lives[rank] += 1
                 process, end = launched(
-                    self._context, self._seat(replica, rank), listener if place == 0 else None
+                    self._context,
+                    self._seat(replica, rank),
+                    listener if place == 0 else None,
+                    self._trainer,
                 )
                 self.messages[rank] = [
                     told for told in self.messages[rank] if not isinstance(told, RankReady)
@@ -223,7 +227,6 @@ class ReplicaJob:
             device="cpu",
             spec=self.spec,
             plan=self.plan,
-            resume_from=self._resume_from,
             storage_root=str(self.root),
             board_path=str(self._board(rank)),
             log_folder=str(self.root),

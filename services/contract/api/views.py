@@ -138,6 +138,9 @@ class JobView(_View):
         1, description="ranks of the newest attempt; before the first one, how many it needs"
     )
     world: WorldSpec | None = Field(None, description="the bounds of an elastic job")
+    replicas: ReplicasView | None = Field(
+        None, description="those of the newest attempt, if it continues without lost ones"
+    )
     plan: GangPlan | None = None
     estimate: EstimateView | None = Field(
         None, description="what its plan estimated, and what was measured; null without a plan_id"

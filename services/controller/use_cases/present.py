@@ -73,6 +73,7 @@ def job_view(
         restarts=job.restarts,
         world_size=job.spec.worlds[0] if job.plan is None else job.plan.world_size,
         world=job.spec.resources.world,
+        replicas=_replicas_view(job.attempts[-1].replicas) if job.attempts else None,
         plan=job.plan,
         estimate=_estimate_view(job, samples),
         latest_checkpoint=None if latest is None else latest.id,

@@ -9,10 +9,11 @@ A member that dies breaks the groups for the others, at different places. Each t
 """
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Final, Protocol
+from functools import partial
+from typing import Any, Final, Protocol, cast
 
 import torch
 import torch.distributed as dist
@@ -47,6 +48,26 @@ class PhaseWatch(Protocol):
     def enter(self, phase: RankPhase) -> None:
         """It begins ``phase``."""
         ...
+
+
+class _Group(Protocol):
+    """What is used of a gloo group that is in no world."""
+
+    def allreduce(
+        self, tensors: list[torch.Tensor], options: dist.AllreduceOptions
+    ) -> dist.Work: ...
+
+    def allgather(
+        self, outputs: list[list[torch.Tensor]], tensors: list[torch.Tensor]
+    ) -> dist.Work: ...
+
+    def send(self, tensors: list[torch.Tensor], to: int, tag: int) -> dist.Work: ...
+
+    def recv(self, tensors: list[torch.Tensor], source: int, tag: int) -> dist.Work: ...
+
+    def abort(self) -> None: ...
+
+    def _set_default_timeout(self, timeout: timedelta) -> None: ...
 
 
 class Orders:
@@ -158,7 +179,7 @@ class Replicas:
         """
         self._watch.enter(RankPhase.RENDEZVOUS)
         while True:
-            self._leave()
+            self.leave()
             wanted = self._newer()
             try:
                 self._groups = _Groups.meet(
@@ -177,7 +198,7 @@ class Replicas:
         """
         groups = self._open
         for group, tensor in ((groups.peers, gradients), (groups.all, figures)):
-            self._wait(groups.reduce(group, tensor, dist.ReduceOp.SUM))
+            self._wait(partial(groups.reduce, group, tensor, dist.ReduceOp.SUM))
 
     def vote(self, ballot: Ballot) -> Ballot:
         """What all ranks do, if all have cast: each does so once it has the sums of the step.
@@ -187,7 +208,7 @@ class Replicas:
         """
         cast = torch.tensor([ballot.epoch, -ballot.checkpoint, -ballot.stop], dtype=torch.int64)
         groups = self._open
-        self._wait(groups.reduce(groups.all, cast, dist.ReduceOp.MIN))
+        self._wait(partial(groups.reduce, groups.all, cast, dist.ReduceOp.MIN))
         epoch, checkpoint, stop = cast.tolist()
         return Ballot(epoch, bool(checkpoint), bool(stop))
 
@@ -206,7 +227,7 @@ class Replicas:
             to = self.members.index(replica)
             self._send(torch.tensor([len(text)]), to)
             for tensor in (torch.frombuffer(bytearray(text), dtype=torch.uint8), *tensors):
-                for part in tensor.split(_PART_BYTES):
+                for part in _parts(tensor):
                     self._send(part, to)
 
     def note_state(self) -> None:
@@ -231,7 +252,7 @@ class Replicas:
         Raises:
             MembersChangedError: A member is gone.
         """
-        for part in into.split(_PART_BYTES):
+        for part in _parts(into):
             self._receive(part)
 
     def meet(self) -> None:
@@ -246,7 +267,7 @@ class Replicas:
         own = standing.made if self._has_state else _NO_STATE
         row = torch.tensor([own, standing.checkpoint, standing.stop], dtype=torch.int64)
         rows = [torch.zeros_like(row) for _ in range(len(self.members) * self._size)]
-        self._wait(self._open.all.allgather([rows], [row]))
+        self._wait(partial(self._open.all.allgather, [rows], [row]))
         told = [each.tolist() for each in rows]
         without = {place // self._size for place, each in enumerate(told) if each[0] == _NO_STATE}
         having = [place for place in range(len(self.members)) if place not in without]
@@ -257,11 +278,11 @@ class Replicas:
         return [Standing(made, bool(save), bool(stop)) for made, save, stop in told if made >= 0]
 
     def _send(self, part: torch.Tensor, to: int) -> None:
-        self._wait(self._open.peers.send([part], to, 0))
+        self._wait(partial(self._open.peers.send, [part], to, 0))
 
     def _receive(self, part: torch.Tensor) -> None:
         giver = self.members.index(self._giver) if self._giver is not None else 0
-        self._wait(self._open.peers.recv([part], giver, 0))
+        self._wait(partial(self._open.peers.recv, [part], giver, 0))
 
     @property
     def _known(self) -> ReplicaSet:
@@ -294,21 +315,25 @@ class Replicas:
         newest = self._orders.newest
         return newest is None or set(wanted.members) <= set(newest.members)
 
-    def _wait(self, work: dist.Work) -> None:
+    def _wait(self, start: Callable[[], dist.Work]) -> None:
+        work: dist.Work | None = None
         while True:
             began = time.monotonic()
             try:
+                if work is None:
+                    work = start()
                 work.wait(_LOOK)
             except RuntimeError as error:
                 # A time-out leaves the collective running; anything else has ended it at once.
-                is_broken = time.monotonic() - began < _LOOK.total_seconds() / 2
+                is_broken = work is None or time.monotonic() - began < _LOOK.total_seconds() / 2
                 if is_broken or not self._is_current(self._known):
-                    self._leave()
+                    self.leave()
                     raise MembersChangedError from error
             else:
                 return
 
-    def _leave(self) -> None:
+    def leave(self) -> None:
+        """Leaves the groups of the epoch, which frees whoever waits in them."""
         if self._groups is not None:
             self._groups.abort()
             self._groups = None
@@ -318,8 +343,8 @@ class Replicas:
 class _Groups:
     """The groups of an epoch: of the ranks of this place, and of all ranks of all members."""
 
-    peers: dist.ProcessGroup
-    all: dist.ProcessGroup
+    peers: _Group
+    all: _Group
 
     @classmethod
     def meet(
@@ -333,13 +358,13 @@ class _Groups:
         members = wanted.members
         row, count = members.index(replica), len(members)
         try:
-            store = dist.TCPStore(  # type: ignore[attr-defined]  # PyTorch exports it implicitly
+            server = dist.TCPStore(  # type: ignore[attr-defined]  # PyTorch exports it implicitly
                 wanted.host, wanted.port, timeout=_MEETS_WITHIN, wait_for_workers=False
             )
             prefix = f"attempt-{fence}/epoch-{wanted.epoch}"
-            store = dist.PrefixStore(prefix, store)  # type: ignore[attr-defined]  # as above
+            store = dist.PrefixStore(prefix, server)  # type: ignore[attr-defined]  # as above
             # One that dies before it comes would be waited for until the time is up.
-            store.set(f"here/{replica}/{place}", b"")
+            store.set(f"here/{replica}/{place}", "")
             names = [f"here/{member}/{at}" for member in members for at in range(size)]
             while not store.check(names):
                 if not is_current(wanted, _PAUSE_S):
@@ -352,11 +377,9 @@ class _Groups:
             raise MembersChangedError from error
 
     @staticmethod
-    def reduce(
-        group: dist.ProcessGroup, tensor: torch.Tensor, op: dist.ReduceOp.RedOpType
-    ) -> dist.Work:
+    def reduce(group: _Group, tensor: torch.Tensor, op: dist.ReduceOp.RedOpType) -> dist.Work:
         options = dist.AllreduceOptions()
-        options.reduceOp = op
+        options.reduceOp = dist.ReduceOp(op)
         options.timeout = _LASTS
         return group.allreduce([tensor], options)
 
@@ -366,14 +389,15 @@ class _Groups:
             group.abort()
 
 
-def _gloo(name: str, store: dist.Store, rank: int, size: int) -> dist.ProcessGroup:
+def _gloo(name: str, store: Any, rank: int, size: int) -> _Group:  # noqa: ANN401 stores have no public type
     # Not a group of the default world: that is the replica's own.
-    group = dist.ProcessGroupGloo(
-        dist.PrefixStore(name, store),  # type: ignore[attr-defined]  # PyTorch exports it implicitly
-        rank,
-        size,
-        _MEETS_WITHIN,
-    )
+    own = dist.PrefixStore(name, store)  # type: ignore[attr-defined]  # PyTorch exports it implicitly
+    group = cast("_Group", dist.ProcessGroupGloo(own, rank, size, _MEETS_WITHIN))
     # A member may evaluate, or write its last checkpoint, for as long as that takes.
     group._set_default_timeout(_LASTS)  # noqa: SLF001 the only way to set it later
     return group
+
+
+def _parts(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
+    for start in range(0, tensor.numel(), _PART_BYTES):
+        yield tensor[start : start + _PART_BYTES]

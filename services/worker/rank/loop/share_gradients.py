@@ -155,7 +155,7 @@ class ShareGradients:
         """Makes the mean over all shares the gradients of the parameters."""
         parameters = _trainable(self._run.model)
         sizes = [_local(parameter).numel() for parameter in parameters]
-        *each, present = sums.gradients.split([*sizes, len(parameters)])
+        *each, present = torch.split(sums.gradients, [*sizes, len(parameters)])
         with torch.no_grad():
             for parameter, flat, count in zip(parameters, each, present.tolist(), strict=True):
                 if count == 0:
