@@ -373,6 +373,14 @@ class FaultSpec(SpecPart):
         description="continue: when a replica (mesh.dp_replicate) is lost, the others train on and it returns; null: the attempt ends and the job restarts.",
     )
 
+    # A return type would take the place of the fields in the JSON schema.
+    @model_serializer(mode="wrap")
+    def _leave_out_what_is_unset(self, handler: SerializerFunctionWrapHandler):  # type: ignore[no-untyped-def]  # noqa: ANN202 (see above)
+        fields = handler(self)
+        if self.on_replica_loss is None:
+            fields.pop("on_replica_loss", None)
+        return fields
+
 
 class SecretReference(SpecPart):
     """A secret by name: its value is in a file on the nodes."""

@@ -6,7 +6,14 @@ from typing import Any
 
 import torch
 
-from services.worker.rank.checkpoints.state import TrainedParts, TrainingState, capture, restore
+from services.worker.rank.checkpoints.state import (
+    TrainedParts,
+    TrainingState,
+    about_of,
+    as_text,
+    capture,
+    restore,
+)
 
 
 def packed(
@@ -28,21 +35,24 @@ def packed(
     return text.encode(), [_as_bytes(each) for each in state.tensors.values()]
 
 
-def filled(parts: TrainedParts, text: bytes, receive: Callable[[torch.Tensor], None]) -> int:
+def filled(
+    parts: TrainedParts, texts: Sequence[bytes], receive: Callable[[torch.Tensor], None]
+) -> int:
     """Fills freshly built parts with a state, and returns its step.
 
     Args:
         parts: Of this rank.
-        text: Of the rank that has the same place in its replica.
-        receive: Fills bytes on the host with the next tensor.
+        texts: Of the rank that has the same place in its replica, and then of that one's fellows.
+        receive: Fills bytes on the host with the next tensor of the first.
     """
-    told = json.loads(text)
+    told, *fellows = (json.loads(text) for text in texts)
     tensors = {}
     for name, (dtype, shape) in told["tensors"].items():
         tensor = torch.empty(shape, dtype=getattr(torch, dtype))
         receive(tensor.reshape(-1).view(torch.uint8))
         tensors[name] = tensor
-    restore(parts, [_Received(told["text"], tensors)])
+    own = _Received(told["text"], tensors)
+    restore(parts, [own, *_elsewhere(own, [each["text"] for each in fellows])])
     if parts.data is not None:
         parts.data.restore(told["position"], told["step"])
     return int(told["step"])
@@ -62,6 +72,22 @@ class _Received:
     def part(self, name: str, slices: tuple[slice, ...]) -> Any:  # noqa: ANN401 a tensor
         """A part of it."""
         return self._tensors[name][slices]
+
+
+def _elsewhere(own: _Received, texts: Sequence[Mapping[str, str]]) -> list[_Received]:
+    """Where the rest of tensors lies of which a rank has a part: nothing of it is read."""
+    known = {name: [box] for name, box in about_of(own)["boxes"].items()}
+    readers = []
+    for text in texts:
+        about = about_of(_Received(text, {}))
+        # All ranks have what is not sharded, and those of a tensor-parallel group may have the same.
+        boxes = {
+            name: box for name, box in about["boxes"].items() if box not in known.get(name, ())
+        }
+        for name, box in boxes.items():
+            known.setdefault(name, []).append(box)
+        readers.append(_Received(as_text({**about, "boxes": boxes}), {}))
+    return readers
 
 
 def _word(tensor: torch.Tensor) -> str:

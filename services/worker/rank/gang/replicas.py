@@ -9,8 +9,8 @@ A member that dies breaks the groups for the others, at different places. Each t
 """
 
 import time
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import partial
 from typing import Any, Final, Protocol, cast
@@ -61,9 +61,9 @@ class _Group(Protocol):
         self, outputs: list[list[torch.Tensor]], tensors: list[torch.Tensor]
     ) -> dist.Work: ...
 
-    def send(self, tensors: list[torch.Tensor], to: int, tag: int) -> dist.Work: ...
-
-    def recv(self, tensors: list[torch.Tensor], source: int, tag: int) -> dist.Work: ...
+    def broadcast(
+        self, tensors: list[torch.Tensor], options: dist.BroadcastOptions
+    ) -> dist.Work: ...
 
     def abort(self) -> None: ...
 
@@ -142,6 +142,7 @@ class Replicas:
         self._giver: int | None = None
         self._joining: tuple[int, ...] = ()
         self._groups: _Groups | None = None
+        self._pair: _Group | None = None
 
     @property
     def members(self) -> tuple[int, ...]:
@@ -223,28 +224,36 @@ class Replicas:
         Raises:
             MembersChangedError: A member is gone.
         """
+        texts = self._told_here(torch.frombuffer(bytearray(text), dtype=torch.uint8))
         for replica in self._joining:
-            to = self.members.index(replica)
-            self._send(torch.tensor([len(text)]), to)
-            for tensor in (torch.frombuffer(bytearray(text), dtype=torch.uint8), *tensors):
-                for part in _parts(tensor):
-                    self._send(part, to)
+            self._meet_alone_with(self.number, replica)
+            for told in texts:
+                self._pass_on(torch.tensor([told.numel()]))
+                self._pass_parts_on(told)
+            for tensor in tensors:
+                self._pass_parts_on(tensor)
 
     def note_state(self) -> None:
         """This rank has got its state."""
         self._has_state = True
 
-    def receive_text(self) -> bytes:
-        """The text of the state that another replica sends.
+    def receive_texts(self) -> list[bytes]:
+        """The text of the state that another replica sends, and those of the other ranks there.
 
         Raises:
             MembersChangedError: A member is gone.
         """
-        length = torch.zeros(1, dtype=torch.int64)
-        self._receive(length)
-        text = torch.empty(int(length), dtype=torch.uint8)
-        self.receive_tensor(text)
-        return bytes(text.tolist())
+        if self._giver is None:
+            raise MembersChangedError
+        self._meet_alone_with(self._giver, self.number)
+        texts = []
+        for _ in range(self._size):
+            length = torch.zeros(1, dtype=torch.int64)
+            self._pass_on(length)
+            text = torch.empty(int(length), dtype=torch.uint8)
+            self._pass_parts_on(text)
+            texts.append(text.numpy().tobytes())
+        return texts
 
     def receive_tensor(self, into: torch.Tensor) -> None:
         """The next tensor of it: one dim, on the host.
@@ -252,8 +261,7 @@ class Replicas:
         Raises:
             MembersChangedError: A member is gone.
         """
-        for part in _parts(into):
-            self._receive(part)
+        self._pass_parts_on(into)
 
     def meet(self) -> None:
         """Waits for all ranks of all members.
@@ -277,12 +285,44 @@ class Replicas:
         self._giver = self.members[having[0]]
         return [Standing(made, bool(save), bool(stop)) for made, save, stop in told if made >= 0]
 
-    def _send(self, part: torch.Tensor, to: int) -> None:
-        self._wait(partial(self._open.peers.send, [part], to, 0))
+    def _meet_alone_with(self, giver: int, receiver: int) -> None:
+        """A group of the ranks of this place in two replicas: what one sends is the others' to skip."""
+        name = f"state-{giver}-{receiver}/{self._place}"
+        self._pair = self._met(name, int(self.number == receiver), 2)
 
-    def _receive(self, part: torch.Tensor) -> None:
-        giver = self.members.index(self._giver) if self._giver is not None else 0
-        self._wait(partial(self._open.peers.recv, [part], giver, 0))
+    def _met(self, name: str, rank: int, size: int) -> "_Group":
+        try:
+            return self._open.further(name, rank, size)
+        except RuntimeError as error:
+            self.leave()
+            raise MembersChangedError from error
+
+    def _told_here(self, own: torch.Tensor) -> list[torch.Tensor]:
+        """The texts of all ranks of this replica, that of this rank first."""
+        if self._size == 1:
+            return [own]
+        sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(self._size)]
+        fellows = self._met(f"fellows-{self.number}", self._place, self._size)
+        self._wait(partial(fellows.allgather, [sizes], [torch.tensor([own.numel()])]))
+        longest = max(int(size) for size in sizes)
+        texts = [torch.zeros(longest, dtype=torch.uint8) for _ in range(self._size)]
+        padded = torch.nn.functional.pad(own, (0, longest - own.numel()))
+        self._wait(partial(fellows.allgather, [texts], [padded]))
+        cut = [text[: int(size)] for text, size in zip(texts, sizes, strict=True)]
+        return [cut[self._place], *cut[: self._place], *cut[self._place + 1 :]]
+
+    def _pass_parts_on(self, tensor: torch.Tensor) -> None:
+        for start in range(0, tensor.numel(), _PART_BYTES):
+            self._pass_on(tensor[start : start + _PART_BYTES])
+
+    def _pass_on(self, part: torch.Tensor) -> None:
+        # No send and no recv: a wait for one that times out closes all connections of its group.
+        if self._pair is None:
+            raise MembersChangedError
+        options = dist.BroadcastOptions()
+        options.rootRank = options.rootTensor = 0
+        options.timeout = _LASTS
+        self._wait(partial(self._pair.broadcast, [part], options))
 
     @property
     def _known(self) -> ReplicaSet:
@@ -345,6 +385,8 @@ class _Groups:
 
     peers: _Group
     all: _Group
+    store: Any
+    others: list[_Group] = field(default_factory=list)
 
     @classmethod
     def meet(
@@ -371,8 +413,8 @@ class _Groups:
                     raise MembersChangedError
             everyone = _gloo(f"all/{prefix}", store, row * size + place, count * size)
             if size == 1:
-                return cls(everyone, everyone)
-            return cls(_gloo(f"place-{place}", store, row, count), everyone)
+                return cls(everyone, everyone, store)
+            return cls(_gloo(f"place-{place}", store, row, count), everyone, store)
         except (RuntimeError, dist.DistError) as error:
             raise MembersChangedError from error
 
@@ -383,9 +425,15 @@ class _Groups:
         options.timeout = _LASTS
         return group.allreduce([tensor], options)
 
+    def further(self, name: str, rank: int, size: int) -> _Group:
+        """One more group of some of the ranks."""
+        self.others.append(_gloo(name, self.store, rank, size))
+        return self.others[-1]
+
     def abort(self) -> None:
         """Closes all connections: whoever waits in a collective is freed, here and elsewhere."""
-        for group in {id(each): each for each in (self.all, self.peers)}.values():
+        groups = (self.all, self.peers, *self.others)
+        for group in {id(each): each for each in groups}.values():
             group.abort()
 
 
@@ -396,8 +444,3 @@ def _gloo(name: str, store: Any, rank: int, size: int) -> _Group:  # noqa: ANN40
     # A member may evaluate, or write its last checkpoint, for as long as that takes.
     group._set_default_timeout(_LASTS)  # noqa: SLF001 the only way to set it later
     return group
-
-
-def _parts(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
-    for start in range(0, tensor.numel(), _PART_BYTES):
-        yield tensor[start : start + _PART_BYTES]

@@ -268,8 +268,8 @@ class _Loop:
 
     def _receive(self) -> None:
         self._run.watch.enter(RankPhase.LOAD)
-        text = self._replicas.receive_text()
-        self._made = peer_memory.filled(self._run.trained, text, self._replicas.receive_tensor)
+        texts = self._replicas.receive_texts()
+        self._made = peer_memory.filled(self._run.trained, texts, self._replicas.receive_tensor)
         self._after = After(self._made, math.nan, {})
         self._replicas.note_state()
         self._own = self._others = self._sums = None
