@@ -5,7 +5,7 @@ A rank runs the user's code, and any process that has an agent's password of Red
 
 import itertools
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Annotated, Any, Final
 
 from pydantic import BeforeValidator, StringConstraints
@@ -23,9 +23,27 @@ _ERROR_TYPES_KEPT: Final = 32
 _NOTICES_KEPT: Final = 8
 _VERSIONS_KEPT: Final = 64
 _GROUPS_KEPT: Final = 64
+_ADDRESSES_KEPT: Final = 16
 _MOST: Final = (1 << 63) - 1
 MOST_SECONDS: Final = 1e9
 """No duration that a rank reports is longer: some thirty years. Beyond it sums would overflow."""
+
+
+_masks: Final[list[Callable[[str], str]]] = []
+
+
+def mask_before_cuts(mask: Callable[[str], str]) -> None:
+    """Has all texts of this process masked before they are cut: half a secret is none that an agent would know.
+
+    For processes of users' code, which have the secrets of one job.
+    """
+    _masks[:] = [mask]
+
+
+def _masked(text: str) -> str:
+    for mask in _masks:
+        text = mask(text)
+    return text
 
 
 def shortened(text: str, limit: int) -> str:
@@ -35,6 +53,8 @@ def shortened(text: str, limit: int) -> str:
     are written as escapes: no JSON holds them.
     """
     text = encodable(text)
+    if len(text) > limit:
+        text = _masked(text)
     if len(text) <= limit:
         return text
     mark = f" … {len(text) - limit} characters cut … "
@@ -83,7 +103,7 @@ def _few_metrics(values: object, most: int = METRIC_NAMES_KEPT) -> object:
 
 def metric_name(name: str) -> str:
     """A metric's name as it is kept: printable, without commas, of at most 64 characters."""
-    plain = "".join(c if c.isprintable() and c != "," else "_" for c in name)
+    plain = "".join(c if c.isprintable() and c != "," else "_" for c in _masked(name))
     if len(plain) > METRIC_NAME_CHARACTERS:
         return plain[: METRIC_NAME_CHARACTERS - 1] + "…"
     return plain or "_"
@@ -128,6 +148,8 @@ Digest = Annotated[
     StringConstraints(max_length=1_024),
     BeforeValidator(lambda text: encodable(text) if isinstance(text, str) else text),
 ]
+Addresses = Annotated[tuple[Name, ...], _first(_ADDRESSES_KEPT)]
+"""Of an interface, the first 16."""
 Incarnation = Annotated[str, StringConstraints(max_length=NAME_CHARACTERS)]
 Baselines = Annotated[dict[str, float], BeforeValidator(_few_baselines)]
 """Losses of simple models by their names, the first eight that are finite."""

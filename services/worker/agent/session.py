@@ -14,6 +14,7 @@ from redis.exceptions import NoPermissionError
 from services.contract.messages.facts import Fact, Inventory, NodeJoined, NodeLeft
 from services.contract.messages.telemetry import StepRecord
 from services.contract.redis import redis_keys
+from services.contract.redis.redis_address import with_advice
 from services.contract.system.cancellation import end_if_told
 from services.worker.agent.storage.journal import Journal
 from services.worker.agent.streams.redis_clients import REDIS_AWAY, RULES_ARE_OLD, while_away
@@ -28,7 +29,7 @@ from services.worker.agent.telemetry.gang_telemetry import (
 
 BEAT_S: Final = 0.5
 _IDLE_BEAT_S: Final = 1.0
-"""Without a gang a beat only renews the lease, which outlives four that are lost."""
+"""Without a gang a beat only renews the lease, which outlives two that get no answer."""
 _ASK_EVERY_S: Final = 0.2
 _BEATS_HELD: Final = 120
 _TAKE_OVER: Final = """
@@ -157,13 +158,16 @@ class Session:
             LeaseTakenError: Another incarnation holds the lease.
         """
         urgent = self._supervisor.urgent
+        clock = asyncio.get_running_loop()
         while True:
             end_if_told()
+            began = clock.time()
             try:
                 await self._beat_once()
             except REDIS_AWAY as error:
                 self._lost(str(error))
-                await asyncio.sleep(BEAT_S)  # a longer pause could let the lease expire
+                # No pause after a wait for an answer: the lease would expire before the third beat.
+                await asyncio.sleep(began + BEAT_S - clock.time())
                 continue
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(_IDLE_BEAT_S if self._supervisor.is_idle else BEAT_S):
@@ -242,7 +246,7 @@ class Session:
     def _lost(self, why: str) -> None:
         if self._connected:
             self._connected = False
-            _log.warning("redis_unreachable", why=why)
+            _log.warning("redis_unreachable", why=with_advice(why))
 
 
 def _merged(held: Sequence[Records], taken: Sequence[Records]) -> list[Records]:
