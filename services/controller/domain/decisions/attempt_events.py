@@ -164,6 +164,8 @@ def on_ended(fact: GangEnded, draft: Draft) -> None:
     if attempt is None or fact.node_id not in attempt.live_nodes:
         return
     answered(draft)
+    replicas.leave_behind(draft, fact.exits)
+    attempt = draft.job.attempts[-1]
     book = attempt.replicas
     counting = [gone for gone in fact.exits if book is None or book.has(gone.rank)]
     ended_well = all(gone.finished or gone.drained for gone in counting)

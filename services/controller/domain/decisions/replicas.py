@@ -10,7 +10,7 @@ from typing import Final
 
 from services.contract.jobs.plans import GangPlan
 from services.contract.messages.commands import ReturnReplica, SetReplicas, StopGang
-from services.contract.messages.facts import RankExit, ReplicaLost, ReplicaReady
+from services.contract.messages.facts import ExitStanding, RankExit, ReplicaLost, ReplicaReady
 from services.contract.messages.rank_pipe import ReplicaSet
 from services.contract.words.states import CheckpointState
 from services.controller.domain.job.attempt import Attempt, ReplicaBook
@@ -103,6 +103,22 @@ def lose_node(draft: Draft, node_id: str, why: str) -> None:
             if now is not None:
                 _write(draft, now, lives=lives)
             _lose(draft, replica, why)
+
+
+def leave_behind(draft: Draft, exits: Collection[RankExit]) -> None:
+    """Members that came back too late to make a step, and were ended as the others had finished."""
+    _, book = _known(draft)
+    if book is None or not any(gone.finished for gone in exits):
+        return
+    late = {
+        gone.rank // book.size
+        for gone in exits
+        if not gone.finished
+        and gone.standing == ExitStanding.VICTIM
+        and book.lives.get(gone.rank // book.size, 1) > 1
+    }
+    if late:
+        _write(draft, book, members=tuple(each for each in book.members if each not in late))
 
 
 def idle_nodes(draft: Draft) -> tuple[str, ...]:

@@ -95,12 +95,20 @@ def launched(state: GangState, event: ReplicaLaunched) -> Decision:
 
 
 def left_waiting(state: GangState) -> tuple[int, ...]:
-    """The live ranks here that wait to take part, although all others have finished."""
+    """The live ranks here that wait to take part, although all others have finished.
+
+    They are no members, or became members too late for the others to know.
+    """
     if state.replica_size is None or state.epoch == 0:
         return ()
     living = [rank for rank in state.ranks.values() if not rank.ended]
     is_done = any(rank.finished is not None for rank in state.ranks.values())
-    waiting = [rank for rank in living if rank.rank // state.replica_size not in state.members]
+    waiting = [
+        rank
+        for rank in living
+        if rank.rank // state.replica_size not in state.members
+        or (state.lives.get(rank.rank // state.replica_size, 1) > 1 and not rank.step_seen)
+    ]
     if not is_done or len(waiting) < len(living):
         return ()
     return tuple(rank.rank for rank in waiting)

@@ -104,6 +104,7 @@ class Ballot:
 
     Attributes:
         epoch: The newest set that it was told of; of all: which all were told of.
+        newest: Of all: which any was told of.
         checkpoint: Whether it was asked for one.
         stop: Whether it was asked to stop.
     """
@@ -111,6 +112,7 @@ class Ballot:
     epoch: int = 0
     checkpoint: bool = False
     stop: bool = False
+    newest: int = 0
 
 
 @dataclass(frozen=True)
@@ -207,11 +209,12 @@ class Replicas:
         Raises:
             MembersChangedError: A member is gone. Others may know the outcome.
         """
-        cast = torch.tensor([ballot.epoch, -ballot.checkpoint, -ballot.stop], dtype=torch.int64)
+        words = [ballot.epoch, -ballot.checkpoint, -ballot.stop, -ballot.epoch]
+        cast = torch.tensor(words, dtype=torch.int64)
         groups = self._open
         self._wait(partial(groups.reduce, groups.all, cast, dist.ReduceOp.MIN))
-        epoch, checkpoint, stop = cast.tolist()
-        return Ballot(epoch, bool(checkpoint), bool(stop))
+        epoch, checkpoint, stop, newest = cast.tolist()
+        return Ballot(epoch, bool(checkpoint), bool(stop), -newest)
 
     def told_epoch(self) -> int:
         """The newest set that this rank was told of."""
@@ -263,13 +266,14 @@ class Replicas:
         """
         self._pass_parts_on(into)
 
-    def meet(self) -> None:
-        """Waits for all ranks of all members.
+    def part(self) -> bool:
+        """Whether all ranks of all members are here, and none was told of a newer set.
 
         Raises:
-            MembersChangedError: A member is gone. Others may have met.
+            MembersChangedError: A member is gone. Others may have parted.
         """
-        self.vote(Ballot())
+        told = self.vote(Ballot(self.told_epoch()))
+        return told.newest <= self.epoch
 
     def _compare(self, standing: Standing) -> Sequence[Standing]:
         own = standing.made if self._has_state else _NO_STATE

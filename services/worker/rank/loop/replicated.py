@@ -141,11 +141,12 @@ class _Loop:
                 if self._replicas.is_first and self._is_saved_at_the_end:
                     save(self._run, writer, self._after, is_last=True)
                     writer.finish(self._made)
-                self._replicas.meet()
+                if self._replicas.part():
+                    break
             except MembersChangedError:
-                self.enter()
-            else:
-                break
+                pass
+            # Who returns now gets the state of the end, and ends with the others.
+            self.enter()
         self._gradients.close()
         steps = self._run.spec.train.steps
         early = reason_to_end(self._run) if self._made < steps else None
