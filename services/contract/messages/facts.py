@@ -367,6 +367,27 @@ class RankExit(Message):
     traceback: Traceback | None = None
 
 
+class ReplicaReady(_GangFact):
+    """All ranks of a replica have built their models and wait to be told who takes part.
+
+    ``life`` counts its launches in this attempt, from 1. ``store``: where its first rank listens.
+    """
+
+    kind: Literal["replica_ready"] = "replica_ready"
+    replica: int = Field(ge=0)
+    life: int = Field(ge=1)
+    store: Address
+
+
+class ReplicaLost(_GangFact):
+    """No rank of this life of a replica lives any more, and other ranks of the attempt may."""
+
+    kind: Literal["replica_lost"] = "replica_lost"
+    replica: int = Field(ge=0)
+    life: int = Field(ge=1)
+    exits: Annotated[tuple[RankExit, ...], AtMostOnePerRank] = ()
+
+
 class GangDiagnosed(_GangFact):
     """What the agent found when it was asked to look into its ranks."""
 
@@ -418,6 +439,8 @@ Fact = Annotated[
     | RecordsClosed
     | JobPurged
     | Evaluated
+    | ReplicaReady
+    | ReplicaLost
     | GangDiagnosed
     | GangEnded
     | ModelProbed
