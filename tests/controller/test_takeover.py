@@ -149,7 +149,7 @@ class Balanced:
 
         def ask() -> None:
             try:
-                while not stop.is_set():
+                while not stop.wait(0.02):
                     assert self.get(path).status_code == HTTPStatus.OK
             except BaseException as fault:  # noqa: BLE001 raised again below
                 faults.append(fault)
