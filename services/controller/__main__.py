@@ -131,12 +131,12 @@ async def serve(
         growth_delay = GrowthDelay(stable_ms=int(settings.grow_after_s * 1000))
         drawing = Drawing(settings.plan_wait_s, settings.probe_timeout_s)
         troubles: dict[str, str] = {}
-        monitor = Monitor()
+        silent_pools: dict[str, str] = {}
+        monitor = Monitor(silent_pools)
         limits = tuple(each.pool.limits for each in pools)
         ports, tracing = _traced(
             dataclasses.replace(bare_ports, pools=limits), settings.otel_endpoint, ends
         )
-        silent_pools: dict[str, str] = {}
         for each in pools:
             ends.push_async_callback(each.pool.close)
         rule = functools.partial(

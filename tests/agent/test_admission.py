@@ -154,6 +154,8 @@ def test_a_secret_reaches_the_rank_and_turns_up_nowhere_else(
     with Redis.from_url(redis_url, decode_responses=True) as redis:
         stored = "\n".join(_dump(redis, str(key)) for key in redis.scan_iter("*"))
     assert '{"secret":"HUB"}' in stored
+    assert f"{'x' * 90}[secret HUB]xxx" in stored
+    assert SECRET[3:7] not in stored
     agent.stop()
     files = [path for path in agent.home.rglob("*") if path.is_file()]
     assert {path.stat().st_mode & 0o077 for path in (agent.home, *files)} == {0}

@@ -21,6 +21,8 @@ from services.contract.messages.rank_pipe import RankMetrics, RankReady
 from services.contract.messages.telemetry import LogLine, RankSample, RankStacks, StepRecord
 from services.contract.storage.exports import ExportManifest
 from services.contract.storage.manifests import Manifest
+from services.contract.system.mask import Mask
+from services.contract.words import bounds
 from services.contract.words.bounds import MOST_RANKS, NAME_CHARACTERS, TRACEBACK_CHARACTERS
 from services.contract.words.ids import new_job_id
 
@@ -140,3 +142,19 @@ def test_a_duration_that_no_step_takes_is_refused(seconds: float | str) -> None:
         StepRecord.model_validate_json(
             f'{{"step":1,"fence":1,"loss":1,"tokens_per_s":1,"step_time_s":{seconds}}}'
         )
+
+
+def test_a_rank_masks_its_texts_before_it_cuts_them_and_before_it_makes_a_name_plain(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    secret = ",".join(("value", "of", "the", "hub", "9"))
+    monkeypatch.setattr(bounds, "_masks", [])
+    bounds.mask_before_cuts(Mask({"HUB": secret}).text)
+    points = [{"step": 1, "values": {"x" * before + secret: 1.0 for before in range(0, 64, 7)}}]
+    told = RankMetrics.model_validate({"points": points}).model_dump_json()
+    units = [f"{'x' * before}{secret}{'y' * NAME_CHARACTERS}" for before in range(0, 256, 7)]
+    ready = {"units": units, "groups": [], "parameters": 1, "data_digest": ""}
+    told += RankReady.model_validate(ready).model_dump_json()
+    assert not any(secret.replace(",", "_")[at : at + 6] in told for at in range(len(secret) - 6))
+    assert not any(secret[at : at + 6] in told for at in range(len(secret) - 6))
+    assert "[secret HUB]" in told

@@ -3,6 +3,7 @@
 import asyncio
 import dataclasses
 from collections.abc import Sequence
+from contextlib import ExitStack
 from typing import Any
 
 import pytest
@@ -18,7 +19,10 @@ from services.controller.api import middleware
 from services.controller.api.concurrency import Shares, Turns
 from services.controller.api.middleware import BodyLimit
 from services.controller.api.monitoring import Monitor
+from services.controller.api.sse import StreamSlots
+from services.controller.api.uploads import Uploads
 from services.controller.domain.access.token import Principal
+from services.controller.domain.errors import TooManyOwnStreamsError, TooManyUploadsError
 from services.controller.ports.jobs import JobStore, Stored
 from tests.controller.histories import NOW, new_job
 
@@ -264,3 +268,27 @@ def test_jobs_that_have_ended_take_no_place_of_others_and_little_of_their_own() 
     known.put(over, read_row(over))
     assert known.get(running) is None
     assert known.get(over) is not None
+
+
+def test_subjects_that_together_take_all_streams_they_can_leave_some_to_the_next() -> None:
+    slots = StreamSlots(64)
+    for subject, most in (("ann", 16), ("ben", 16), ("cy", 16), ("dee", 8), ("eve", 4)):
+        for _ in range(most):
+            slots.take(subject)
+        with pytest.raises(TooManyOwnStreamsError, match=f"^{subject} has {most} streams open"):
+            slots.take(subject)
+    slots.take("fay")
+    for _ in range(2):
+        slots.give_back("ann")
+    slots.take("eve")
+
+
+def test_subjects_that_together_upload_all_they_can_leave_a_slot_to_the_next() -> None:
+    uploads = Uploads()
+    with ExitStack() as stack:
+        for subject, most in (("ann", 2), ("ben", 2), ("cy", 2), ("dee", 1)):
+            for _ in range(most):
+                stack.enter_context(uploads.slot(subject))
+            with pytest.raises(TooManyUploadsError, match=f"{most} of them by {subject}"):
+                stack.enter_context(uploads.slot(subject))
+        stack.enter_context(uploads.slot("eve"))

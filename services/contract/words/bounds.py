@@ -5,7 +5,7 @@ A rank runs the user's code, and any process that has an agent's password of Red
 
 import itertools
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Annotated, Any, Final
 
 from pydantic import BeforeValidator, StringConstraints
@@ -28,6 +28,23 @@ MOST_SECONDS: Final = 1e9
 """No duration that a rank reports is longer: some thirty years. Beyond it sums would overflow."""
 
 
+_masks: Final[list[Callable[[str], str]]] = []
+
+
+def mask_before_cuts(mask: Callable[[str], str]) -> None:
+    """Has all texts of this process masked before they are cut: half a secret is none that an agent would know.
+
+    For processes of users' code, which have the secrets of one job.
+    """
+    _masks[:] = [mask]
+
+
+def _masked(text: str) -> str:
+    for mask in _masks:
+        text = mask(text)
+    return text
+
+
 def shortened(text: str, limit: int) -> str:
     """``text``, its middle cut where it has more than ``limit`` characters, with a mark.
 
@@ -35,6 +52,8 @@ def shortened(text: str, limit: int) -> str:
     are written as escapes: no JSON holds them.
     """
     text = encodable(text)
+    if len(text) > limit:
+        text = _masked(text)
     if len(text) <= limit:
         return text
     mark = f" … {len(text) - limit} characters cut … "
@@ -83,7 +102,7 @@ def _few_metrics(values: object, most: int = METRIC_NAMES_KEPT) -> object:
 
 def metric_name(name: str) -> str:
     """A metric's name as it is kept: printable, without commas, of at most 64 characters."""
-    plain = "".join(c if c.isprintable() and c != "," else "_" for c in name)
+    plain = "".join(c if c.isprintable() and c != "," else "_" for c in _masked(name))
     if len(plain) > METRIC_NAME_CHARACTERS:
         return plain[: METRIC_NAME_CHARACTERS - 1] + "…"
     return plain or "_"

@@ -46,7 +46,10 @@ class Viewer:
 
 
 class StreamSlots:
-    """How many streams may be open at a time: all together, and a quarter of them for one subject.
+    """How many streams may be open at a time, all together and for one subject.
+
+    A subject may have a quarter of them, and one more only while more are free than it has: so the
+    more subjects take all they can, the less each gets, and a few that act together leave some free.
 
     Args:
         limit: So many.
@@ -62,21 +65,30 @@ class StreamSlots:
 
         Raises:
             TooManyStreamsError: All are open.
-            TooManyOwnStreamsError: The subject has its share.
+            TooManyOwnStreamsError: The subject has its share, or what is free is for others.
         """
         if self.free < 1:
             raise TooManyStreamsError(
                 "all streams that this controller serves are in use (MESHLOOM_MAX_STREAMS); "
                 "retry later, or read pages"
             )
-        if subject is not None and self._taken[subject] >= self._share:
-            raise TooManyOwnStreamsError(
-                f"{subject} has {self._share} streams open, a quarter of what this controller "
-                "serves (MESHLOOM_MAX_STREAMS); close one, or read pages"
-            )
+        if subject is not None:
+            self._refuse_more(subject, self._taken[subject])
         self.free -= 1
         if subject is not None:
             self._taken[subject] += 1
+
+    def _refuse_more(self, subject: str, taken: int) -> None:
+        if taken >= self._share:
+            raise TooManyOwnStreamsError(
+                f"{subject} has {taken} streams open, a quarter of what this controller "
+                "serves (MESHLOOM_MAX_STREAMS); close one, or read pages"
+            )
+        if taken >= self.free:
+            raise TooManyOwnStreamsError(
+                f"{subject} has {taken} streams open and only {self.free} are free "
+                "(MESHLOOM_MAX_STREAMS), which are for others; close one, or read pages"
+            )
 
     def give_back(self, subject: str | None) -> None:
         """One has ended."""
@@ -95,7 +107,7 @@ async def stream(
 
     Raises:
         TooManyStreamsError: No slot is free.
-        TooManyOwnStreamsError: The viewer has its share of them.
+        TooManyOwnStreamsError: The viewer has its share of them, or what is free is for others.
     """
     slots.take(viewer.subject)
     try:

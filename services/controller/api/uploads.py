@@ -42,7 +42,9 @@ class Uploads:
         Raises:
             TooManyUploadsError: As many are sent at present as may be.
         """
-        if self._taken.total() >= _AT_ONCE or self._taken[subject] >= _OF_ONE_SUBJECT:
+        free = _AT_ONCE - self._taken.total()
+        # One more only while more are free than the subject has: a few that act together leave some.
+        if self._taken[subject] >= min(free, _OF_ONE_SUBJECT):
             raise TooManyUploadsError(
                 f"{self._taken.total()} archives are being uploaded, {self._taken[subject]} of them "
                 f"by {subject}; retry in a moment"

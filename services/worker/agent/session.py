@@ -28,7 +28,7 @@ from services.worker.agent.telemetry.gang_telemetry import (
 
 BEAT_S: Final = 0.5
 _IDLE_BEAT_S: Final = 1.0
-"""Without a gang a beat only renews the lease, which outlives four that are lost."""
+"""Without a gang a beat only renews the lease, which outlives two that get no answer."""
 _ASK_EVERY_S: Final = 0.2
 _BEATS_HELD: Final = 120
 _TAKE_OVER: Final = """
@@ -157,13 +157,16 @@ class Session:
             LeaseTakenError: Another incarnation holds the lease.
         """
         urgent = self._supervisor.urgent
+        clock = asyncio.get_running_loop()
         while True:
             end_if_told()
+            began = clock.time()
             try:
                 await self._beat_once()
             except REDIS_AWAY as error:
                 self._lost(str(error))
-                await asyncio.sleep(BEAT_S)  # a longer pause could let the lease expire
+                # No pause after a wait for an answer: the lease would expire before the third beat.
+                await asyncio.sleep(began + BEAT_S - clock.time())
                 continue
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(_IDLE_BEAT_S if self._supervisor.is_idle else BEAT_S):

@@ -1,12 +1,13 @@
 """The file that names pools (``MESHLOOM_POOLS_FILE``), and how the agents of their nodes are started."""
 
+import re
 from collections.abc import Mapping
 from io import StringIO
 from pathlib import Path
 from string import Template
-from typing import Annotated, Literal, Self
+from typing import Annotated, Final, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 from ruamel.yaml import YAML
 from ruamel.yaml.error import YAMLError
 
@@ -14,6 +15,9 @@ from services.contract.words.ids import NodeId
 from services.contract.words.states import PoolKind
 from services.controller.domain.scheduling.reservations import PoolLimits
 from services.controller.ports.pools import AgentProcess
+
+# ``-p gpu`` as two words would pass ``gpu``; ``--`` would end the options, and ours stand behind.
+_OPTION: Final = re.compile(r"--[a-z][a-z-]*(=.*)?|-[A-Za-z].*", re.DOTALL)
 
 
 class PoolsFileError(ValueError):
@@ -70,7 +74,8 @@ class SlurmPoolConfig(PoolConfig):
 
     kind: Literal["slurm"]
     options: tuple[str, ...] = Field(
-        default=(), description="Further options of sbatch, such as `--partition=gpu`."
+        default=(),
+        description="Further options of sbatch, such as `--partition=gpu`, one word each.",
     )
     bin: Path | None = Field(
         default=None, description="Folder of Slurm's commands; unset: they are in PATH."
@@ -82,13 +87,24 @@ class SlurmPoolConfig(PoolConfig):
         description="Seconds that agents have to end their gangs before they are killed.",
     )
 
+    @field_validator("options")
+    @classmethod
+    def _are_options(cls, options: tuple[str, ...]) -> tuple[str, ...]:
+        # sbatch takes the first bare word for a script, which would run in place of the agents.
+        wrong = [word for word in options if not _OPTION.fullmatch(word)]
+        if wrong:
+            raise ValueError(
+                f"{wrong[0]!r} is no option of sbatch: write each as one word, such as --partition=gpu"
+            )
+        return options
+
 
 class RayPoolConfig(PoolConfig):
     """Nodes by Ray core: one placement group for each reservation, one agent in each of its bundles."""
 
     kind: Literal["ray"]
     address: str = Field(
-        description="Of the cluster: `ray://host:10001`, or `host:6379` where the controller runs on one of its nodes.",
+        description="Of the cluster, such as `host:6379`; the controller's machine is one of its nodes.",
         min_length=1,
         max_length=500,
     )
@@ -102,6 +118,16 @@ class RayPoolConfig(PoolConfig):
         le=3_600,
         description="Seconds that agents have to end their gangs before they are killed.",
     )
+
+    @field_validator("address")
+    @classmethod
+    def _is_of_the_cluster(cls, address: str) -> str:
+        if "://" in address:
+            raise ValueError(
+                f"{address} is not HOST:PORT of the cluster's state. Ray Client (ray://) is not used: make the "
+                "controller's machine a node (ray start --address=HOST:6379 --num-cpus=0), and name HOST:6379"
+            )
+        return address
 
 
 class PoolsFile(_Part):
@@ -140,10 +166,14 @@ def read_pools_file(path: Path) -> PoolsFile:
     try:
         return PoolsFile.model_validate(said)
     except ValidationError as error:
-        faults = (
+        faults = [
             f"/{'/'.join(map(str, fault['loc']))}: {fault['msg'].removeprefix('Value error, ')}"
             for fault in error.errors(include_url=False, include_input=False)
-        )
+            # Of a list it counts only what is right: a list of wrong pools would be too short, as well.
+            if fault["type"] != "too_short"
+            or fault["loc"] != ("pools",)
+            or error.error_count() == 1
+        ]
         raise PoolsFileError(f"{path}: {'; '.join(faults)}") from None
 
 

@@ -24,19 +24,20 @@ BLOCK_MS: Final = 2_000
 REDIS_AWAY: Final = (RedisError, ConnectionError)
 RULES_ARE_OLD: Final = "make the users' file again: python -m services.controller.acl NODE …"
 """What to do where a server's rules for agents are older than what they do."""
-_ANSWER_WITHIN_S: Final = 2.0
+ANSWER_WITHIN_S: Final = 1.5
+"""A node's lease outlives two beats that get no answer for so long."""
 # Random, so that a thousand agents do not come back at the moment in which Redis does.
 _WAIT: Final = wait_random_exponential(multiplier=0.1, min=0.05, max=1.0)
 
 
 def writing_client(url: str) -> Redis:
     """For scripts and pipelines. redis-py's own retries would apply a write twice."""
-    return _client(url, _ANSWER_WITHIN_S)
+    return _client(url, ANSWER_WITHIN_S)
 
 
 def waiting_client(url: str) -> Redis:
     """For reads that block ``BLOCK_MS``; its socket waits longer than Redis does."""
-    return _client(url, _ANSWER_WITHIN_S + BLOCK_MS / 1000)
+    return _client(url, ANSWER_WITHIN_S + BLOCK_MS / 1000)
 
 
 def while_away(said: Callable[[str], None], give_up_s: float | None = None) -> AsyncRetrying:
@@ -66,7 +67,7 @@ def _client(url: str, timeout_s: float) -> Redis:
         url,
         decode_responses=True,
         socket_timeout=timeout_s,
-        socket_connect_timeout=_ANSWER_WITHIN_S,
+        socket_connect_timeout=ANSWER_WITHIN_S,
         retry=Retry(NoBackoff(), 0),
         protocol=2,
     )

@@ -41,6 +41,7 @@ _NAMES_COUNTED: Final = 1_024
 _LINES_PER_READ: Final = 250
 _STEPS_FOR_MEDIAN: Final = 32
 _NS: Final = 1_000_000_000
+_LAST_MS: Final = 1 << 53  # what a JSON number holds whole
 _STREAMS: Final[tuple[Literal["stdout", "stderr"], ...]] = ("stdout", "stderr")
 _log = structlog.get_logger()
 _T = TypeVar("_T")
@@ -235,6 +236,7 @@ class GangTelemetry:
         # The figures of a step are the same on all ranks: rank 0 speaks for the job.
         if 0 not in self._seats:
             return
+        boards = [self._shown(rank) for rank in self._seats]
         for entry in self._ask(0, lambda board: board.steps_after(self._last_step or 0)) or ():
             # A script may report every tenth step: then that is how often its board moves.
             apart = 1 if self._last_step is None else entry.step - self._last_step
@@ -245,7 +247,8 @@ class GangTelemetry:
             self._last_step = entry.step
             if math.isfinite(entry.step_time_s):
                 self._step_times.append(entry.step_time_s * apart)
-            self._steps.append(step_record(entry, self._seats[0].fence))
+            most = max(board.memory_bytes for board in boards)
+            self._steps.append(step_record(entry, self._seats[0].fence, most))
 
     def _watch_arrivals(self, ready: Mapping[int, RankReady | None]) -> None:
         if len(self._seats) < 2:  # noqa: PLR2004 a comparison takes two
@@ -345,8 +348,8 @@ class GangTelemetry:
         )
 
 
-def step_record(entry: BoardStep, fence: int) -> StepRecord:
-    """A finished step as the controller reads it."""
+def step_record(entry: BoardStep, fence: int, most_memory: int = 0) -> StepRecord:
+    """A finished step as the controller reads it; ``most_memory``: what another rank may hold."""
     return StepRecord(
         step=entry.step,
         fence=fence,
@@ -356,6 +359,8 @@ def step_record(entry: BoardStep, fence: int) -> StepRecord:
         tokens_per_s=_finite(entry.tokens_per_s) or 0.0,
         step_time_s=_finite(entry.step_time_s) or 0.0,
         data_wait_s=_finite(entry.data_wait_s),
+        memory_bytes=max(entry.memory_bytes, most_memory, 0) or None,
+        time_ms=entry.ended_ms if 0 < entry.ended_ms <= _LAST_MS else None,
         of=entry.of or None,
     )
 

@@ -38,7 +38,7 @@ from services.contract.jobs.spec_parts import Factory
 from services.contract.messages.probe_programs import ProbeSeat
 from services.contract.messages.probing import ModelProbed, ProbeFailure
 from services.contract.system.mask import Mask
-from services.contract.words.bounds import TRACEBACK_CHARACTERS, shortened
+from services.contract.words.bounds import TRACEBACK_CHARACTERS, mask_before_cuts, shortened
 from services.worker.rank import registry
 from services.worker.rank.data import batches
 from services.worker.rank.data.checks import VocabularyError, check_tokenizer
@@ -87,6 +87,7 @@ def main() -> NoReturn:
     gc.enable()
     asked = take_question("services.worker.rank.probe.profile")
     seat = ProbeSeat.model_validate_json(asked.question)
+    mask_before_cuts(Mask(seat.secrets).text)
     torch.set_num_threads(1)
     limit_memory(seat.memory_bytes)
     if seat.code_folder is not None:

@@ -21,6 +21,7 @@ from services.contract.messages.rank_pipe import RankFailed, RankMessage, RankOr
 from services.contract.messages.rank_stacks import STACKS_SIGNAL, stacks_path
 from services.contract.system.mask import Mask
 from services.contract.system.pipe_end import PipeEnd
+from services.contract.words.bounds import mask_before_cuts
 from services.contract.words.states import RankPhase
 from services.worker.rank.process.failures import one_line, traceback_of
 from services.worker.rank.process.host_memory import ThreadRefusals, refusal_behind
@@ -111,6 +112,8 @@ def take_seat(
     The process leaves by ``os._exit``: tearing gloo down can abort after all work is done, and
     must not turn a success into a failure. Every kind of exception counts, ``SystemExit`` too.
     """
+    mask = Mask(seat.secrets)
+    mask_before_cuts(mask.text)
     pipe = AgentPipe(end)
     step = 0
     code = 1
@@ -131,8 +134,6 @@ def take_seat(
         finally:
             step = board.snapshot.step
     except BaseException as error:  # noqa: BLE001 whatever ends a rank is reported
-        # Before it is cut: half a secret is none that its agent would know.
-        mask = Mask(seat.secrets)
         text = mask.text(traceback_of(error))
         code = _exit_code(error)
         with contextlib.suppress(OSError, ValueError):  # user code may have closed its stderr

@@ -1,6 +1,6 @@
 // Written by `npm run types` from tests/controller/openapi.json; not to be edited.
-// document 14a72d2ef3095e3e328e6f3e57a23e46fb19fef39da1e4deff925897b65de936
-// types 69c28157c5d485cf35e36596323f53c47ea161a7f4ecfe7d86002e90d0d0d25c
+// document 99663fb9db7727f53612933319bfeec6b0627a7fa06abd6cf31a05e061045235
+// types 2de6c95d006b65b7460e46f1c25aeb1d19221df3fdc54a7992ea9a26a4e94a2f
 
 export type paths = Record<string, never>;
 export type webhooks = Record<string, never>;
@@ -1891,6 +1891,12 @@ export interface components {
              * @description of each node
              */
             cpu_slots: number;
+            /**
+             * Ended
+             * @description the newest that were given back (RELEASED) or lost (LOST), the last one first
+             * @default []
+             */
+            ended: components["schemas"]["ReservationView"][];
             /** Idle Timeout S */
             idle_timeout_s: number;
             kind: components["schemas"]["PoolKind"];
@@ -2218,15 +2224,21 @@ export interface components {
          * @description What is wanted of nodes of a pool, and how far that is.
          *
          *     REQUESTED: the pool is to be asked. PROVISIONING: it was asked; not all nodes have joined. READY: all
-         *     have. RELEASING: they are to be given back.
+         *     have. RELEASING: they are to be given back. RELEASED: they were. LOST: so were they, after the pool had
+         *     taken them back, or one of them was lost.
          * @enum {string}
          */
-        ReservationState: "REQUESTED" | "PROVISIONING" | "READY" | "RELEASING";
+        ReservationState: "REQUESTED" | "PROVISIONING" | "READY" | "RELEASING" | "RELEASED" | "LOST";
         /**
          * ReservationView
          * @description Nodes that a pool was asked for, all or none of them.
          */
         ReservationView: {
+            /**
+             * Ended At
+             * @description when its nodes were gone
+             */
+            ended_at: string | null;
             /** Id */
             id: string;
             /**
@@ -2243,7 +2255,7 @@ export interface components {
             ready_at: string | null;
             /**
              * Reason
-             * @description what the pool said last, or why it is given back
+             * @description what the pool said last, or why it is given back or was lost, with the pool's words
              */
             reason: string;
             /**
@@ -2474,6 +2486,11 @@ export interface components {
             learning_rate: number | null;
             /** Loss */
             loss: number | null;
+            /**
+             * Memory Bytes
+             * @description the most that a rank on the node of rank 0 held after the step, as of a sample
+             */
+            memory_bytes: number | null;
             /** Mfu */
             mfu: number | null;
             /**
@@ -2485,6 +2502,11 @@ export interface components {
             step: number;
             /** Step Time S */
             step_time_s: number;
+            /**
+             * Time Ms
+             * @description when rank 0 ended the step, by the clock of its node
+             */
+            time_ms: number | null;
             /** Tokens Per S */
             tokens_per_s: number;
         };
