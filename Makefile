@@ -8,11 +8,15 @@ TORCH ?= torch==2.13.0
 PIP_OPTIONS ?=
 # Further options for pytest, such as PYTEST_OPTIONS='-k oracle --device cuda'.
 PYTEST_OPTIONS ?=
+# Which tests `make test` runs: parts, system or all.
+SUITE ?= parts
 # Options of the chaos program; its --help names them.
 CHAOS ?= --seed 7 --minutes 20 --kill-every 60
 # Tests mostly wait for processes, so three at a time keep two cores busy; those of one file stay
 # together (they share servers).
 WORKERS ?= 3
+# Where `make test-images` keeps bases, wheels and images: 10 GB, on a file system that is no overlay.
+IMAGES ?= /var/tmp/meshloom-images
 EXAMPLE ?= examples/stdlib-gpt.yaml
 
 BIN := .venv/bin
@@ -27,7 +31,7 @@ LAYERS := $(BIN)/lint-imports --no-cache
 TESTS = env -u PYTHONDONTWRITEBYTECODE $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder $(PYTEST_OPTIONS)
 
 .DEFAULT_GOAL := help
-.PHONY: help run up install test test-full lint types layers tests chaos format docs dashboard clean
+.PHONY: help run up install test test-system test-full test-images lint types layers tests chaos sbom format docs dashboard clean
 
 help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -41,14 +45,21 @@ up: $(RUNNABLE) ## Keep Redis, controller, agent and dashboard running until Ctr
 install: $(RUNNABLE) ## Only set up .venv
 
 # Types and layers take a core for a minute: they run at low priority, and are printed after the tests.
-test: lint ## Lint, types, layers and all tests
+test: lint ## Lint, types, layers and the tests of all parts
 	@(set -x; nice $(TYPES) && nice $(LAYERS)) >.venv/checks.log 2>&1 & checks=$$!; \
-	(set -x; $(TESTS)); tested=$$?; \
+	(set -x; $(TESTS) --suite=$(SUITE)); tested=$$?; \
 	wait $$checks; checked=$$?; \
 	cat .venv/checks.log; exit $$((tested | checked))
 
+test-system: $(TESTABLE) ## Tests of whole stacks: clusters, several hosts, chaos, browsers, examples
+	$(TESTS) --suite=system
+
+test-full: SUITE = all
 test-full: override PYTEST_OPTIONS += --grid=full
-test-full: test ## The same with every cell of the engine's grid and the whole example
+test-full: test ## All tests, with every cell of the engine's grid and the whole example
+
+test-images: $(TESTABLE) ## Build the container images without an engine, and run compose's services from them
+	$(BIN)/python -m pytest --images '$(IMAGES)' $(PYTEST_OPTIONS) tests/deploy
 
 lint: $(TESTABLE) ## Style of code and of words
 	$(BIN)/ruff check .
@@ -64,6 +75,9 @@ layers: $(TESTABLE) ## Which module may import which
 
 tests: $(TESTABLE) ## Only the tests
 	$(TESTS)
+
+sbom: $(TESTABLE) ## What the images hold, as CycloneDX files in sbom/, and docs/licences.md
+	$(BIN)/python -m tests.deploy.licences
 
 chaos: $(TESTABLE) ## Long jobs with a fault each minute (CHAOS='--seed 7 --minutes 20')
 	$(BIN)/python -m tests.chaos $(CHAOS)

@@ -3,7 +3,11 @@ ARG BASE=python:3.12-slim-bookworm
 # hadolint ignore=DL3006
 FROM ${BASE}
 
-ENV PYTHONUNBUFFERED=1 \
+# Options for pip, such as where packages are found.
+ARG PIP_OPTIONS=
+
+ENV PATH=/opt/venv/bin:/usr/local/bin:/usr/local/sbin:/usr/bin:/usr/sbin:/bin:/sbin \
+    PYTHONUNBUFFERED=1 \
     PYTHONDONTWRITEBYTECODE=1 \
     PIP_NO_CACHE_DIR=1 \
     PIP_DISABLE_PIP_VERSION_CHECK=1
@@ -14,11 +18,16 @@ RUN groupadd --gid 10001 meshloom \
     && install -d -m 0750 -o meshloom -g meshloom /var/lib/meshloom/checkpoints
 
 WORKDIR /opt/meshloom
+# A folder of its own: a distribution's Python takes no packages from pip.
+RUN python3 -m venv /opt/venv
 COPY pyproject.toml constraints.txt README.md ./
 COPY fsdp_core fsdp_core
 COPY meshloom meshloom
 COPY services services
-RUN pip install --constraint constraints.txt '.[controller]'
+# With pools of Kubernetes: EXTRAS=controller,kubernetes
+ARG EXTRAS=controller
+# hadolint ignore=SC2086
+RUN pip install ${PIP_OPTIONS} --constraint constraints.txt ".[${EXTRAS}]"
 
 USER 10001:10001
 WORKDIR /var/lib/meshloom

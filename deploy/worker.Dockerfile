@@ -8,7 +8,8 @@ FROM ${BASE}
 ARG TORCH=torch==2.13.0
 ARG PIP_OPTIONS=
 
-ENV PYTHONUNBUFFERED=1 \
+ENV PATH=/opt/venv/bin:/usr/local/bin:/usr/local/sbin:/usr/bin:/usr/sbin:/bin:/sbin \
+    PYTHONUNBUFFERED=1 \
     PYTHONDONTWRITEBYTECODE=1 \
     PIP_NO_CACHE_DIR=1 \
     PIP_DISABLE_PIP_VERSION_CHECK=1 \
@@ -21,6 +22,8 @@ RUN groupadd --gid 10001 meshloom \
     && install -d -m 0750 -o meshloom -g meshloom /var/lib/meshloom/checkpoints
 
 WORKDIR /opt/meshloom
+# A folder of its own: a distribution's Python takes no packages from pip.
+RUN python3 -m venv /opt/venv
 COPY constraints.txt ./
 # hadolint ignore=SC2086
 RUN pip install ${PIP_OPTIONS} --constraint constraints.txt "${TORCH}" numpy
@@ -28,7 +31,8 @@ COPY pyproject.toml README.md ./
 COPY fsdp_core fsdp_core
 COPY meshloom meshloom
 COPY services services
-RUN pip install --constraint constraints.txt '.[agent,rank]'
+# hadolint ignore=SC2086
+RUN pip install ${PIP_OPTIONS} --constraint constraints.txt '.[agent,rank]'
 
 # Started as root, with MESHLOOM_RANK_USER=meshloom-rank, ranks run as that user (docker-compose.yml).
 USER 10001:10001

@@ -16,7 +16,10 @@ if TYPE_CHECKING:
     from tests.engine.gang import Gangs
 
 
-WAITING = {"agent", "chaos", "dashboard", "e2e", "local"}
+WAITING = {"agent", "chaos", "dashboard", "e2e", "hosts", "local", "pools"}
+# Whole stacks, other programs' clusters, and minutes of training: what they show together is shown in
+# parts by the others, in seconds.
+SYSTEM = {"chaos", "e2e", "hosts", "pools"}
 # They take longest, these in this order: whoever began one of them last would leave others idle.
 LONGEST = (
     "test_examples.py",
@@ -74,15 +77,38 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         help="which cells of the engine's grid run: those in which every two features meet, "
         "or also every feature alone in every setting",
     )
+    parser.addoption(
+        "--images", metavar="FOLDER", help="also build container images there, and run them"
+    )
+    parser.addoption(
+        "--suite",
+        default="all",
+        choices=["parts", "system", "all"],
+        help="which tests run: those of parts, those of the whole system (the folders "
+        f"{', '.join(sorted(SYSTEM))} and what is marked `system`), or all",
+    )
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leaves out what needs an accelerator, unless the run has one."""
-    if config.getoption("--device") == "cpu":
-        without = [item for item in items if item.get_closest_marker("gpu")]
+    """Leaves out what needs an accelerator or builds images, unless the run is to."""
+    left_out = {"gpu"} if config.getoption("--device") == "cpu" else set()
+    if config.getoption("--images") is None:
+        left_out.add("images")
+    if left_out:
+        without = [item for item in items if any(map(item.get_closest_marker, left_out))]
         items[:] = [item for item in items if item not in without]
         config.hook.pytest_deselected(items=without)
+    suite = config.getoption("--suite")
+    if suite != "all":
+        others = [item for item in items if _is_system(item) != (suite == "system")]
+        items[:] = [item for item in items if item not in set(others)]
+        config.hook.pytest_deselected(items=others)
     items[:] = _mixed(items)
+
+
+def _is_system(item: pytest.Item) -> bool:
+    (folder, *_) = item.path.relative_to(Path(__file__).parent).parts
+    return folder in SYSTEM or item.get_closest_marker("system") is not None
 
 
 def _mixed(items: list[pytest.Item]) -> list[pytest.Item]:

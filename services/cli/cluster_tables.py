@@ -4,8 +4,15 @@ from datetime import UTC, datetime
 
 from services.cli.figures import duration, plural, short_age, size, state_text
 from services.cli.layout import Column, Columns, FittedTable
-from services.contract.api.pools import PoolList, PoolView, ReservationView
-from services.contract.api.queue import CapacityView, NodeCapacity, QueueEntry, QueueView
+from services.contract.api.queue import (
+    CapacityView,
+    NodeCapacity,
+    PoolList,
+    PoolView,
+    QueueEntry,
+    QueueView,
+    ReservationView,
+)
 from services.contract.api.views import NodeList, NodeView
 
 
@@ -46,19 +53,18 @@ def queue_table(queue: QueueView) -> FittedTable[QueueEntry]:
 
 
 def pools_table(pools: PoolList) -> FittedTable[tuple[PoolView, ReservationView | None]]:
-    """One row a reservation; a pool of which nothing is reserved has one, too."""
+    """One row a reservation, then those that ended; a pool of which nothing is reserved has a row, too."""
     rows = [
         (pool, reserved)
         for pool in pools.items
-        for reserved in (*pool.reservations, None)
-        if reserved is not None or not pool.reservations
+        for reserved in (*(pool.reservations or (None,)), *pool.ended)
     ]
     columns: Columns[tuple[PoolView, ReservationView | None]] = (
         Column("pool", lambda row: row[0].name),
         Column("kind", lambda row: row[0].kind, drop=5),
         Column("nodes", _pool_nodes, drop=1),
         Column("state", lambda row: row[1].state.value if row[1] else "", drop=2),
-        Column("since", lambda row: short_age(row[1].requested_at) if row[1] else "", drop=4),
+        Column("since", _pool_since, drop=4),
         Column("why", _pool_reason, fit="note"),
     )
     return FittedTable(columns, rows)
@@ -69,9 +75,14 @@ def _pool_nodes(row: tuple[PoolView, ReservationView | None]) -> str:
     return f"{len(reserved.node_ids) if reserved else 0} of {pool.max_nodes}"
 
 
+def _pool_since(row: tuple[PoolView, ReservationView | None]) -> str:
+    return "" if row[1] is None else short_age(row[1].ended_at or row[1].requested_at)
+
+
 def _pool_reason(row: tuple[PoolView, ReservationView | None]) -> str:
     pool, reserved = row
-    trouble = f"the pool does not answer: {pool.trouble}" if pool.trouble else ""
+    is_over = reserved is not None and reserved.ended_at is not None
+    trouble = f"the pool does not answer: {pool.trouble}" if pool.trouble and not is_over else ""
     if reserved is None:
         return trouble
     job = f"for {reserved.job_id}" if reserved.job_id else ""

@@ -17,9 +17,9 @@ from services.cli.terminal import console
 from services.contract.api.views import JobView, MetricsView
 
 _POINTS: Final = 10_000
-_LEAST_IS_BEST: Final = frozenset({"loss", "step_time_s"})
-_MOST_IS_BEST: Final = frozenset({"tokens_per_s", "mfu"})
-_NONE_IS_BEST: Final = frozenset({"learning_rate", "grad_norm", "data_wait_s"})
+_LEAST_IS_TOLD: Final = frozenset({"loss", "step_time_s"})
+_MOST_IS_TOLD: Final = frozenset({"tokens_per_s", "mfu", "memory_bytes"})
+_NEITHER_IS_TOLD: Final = frozenset({"learning_rate", "grad_norm", "data_wait_s"})
 _UNSAID: Final = "-"
 
 
@@ -104,11 +104,11 @@ def metric_pairs(a: MetricsView, b: MetricsView) -> Iterator[Pair]:
 
 
 def _best(name: str, a: list[float], b: list[float]) -> Iterator[Pair]:
-    if name in _NONE_IS_BEST:
+    if name in _NEITHER_IS_TOLD:
         return
-    if name not in _MOST_IS_BEST:
+    if name not in _MOST_IS_TOLD:
         yield Pair(name, "least", min(a, default=None), min(b, default=None))
-    if name not in _LEAST_IS_BEST:
+    if name not in _LEAST_IS_TOLD:
         yield Pair(name, "most", max(a, default=None), max(b, default=None))
 
 

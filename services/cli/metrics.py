@@ -18,7 +18,8 @@ from services.contract.api.views import MetricsPart, MetricsView, StepView
 
 CSV_POINTS: Final = 10_000
 SHOWN_POINTS: Final = 20
-_KEYS: Final = ("step", "fence", "of")
+_TIME: Final = "time_ms"
+_KEYS: Final = ("step", "fence", "of", _TIME)
 _FIGURES: Final = tuple(name for name in StepView.model_fields if name not in _KEYS)
 MetricRow = Mapping[str, int | float | None]
 
@@ -55,7 +56,7 @@ def metrics(
     rows = rows_of(found) if isinstance(found, MetricsView) else list(found.items)
     columns = metric_names(found) if isinstance(found, MetricsView) else tuple(name or ())
     if as_csv:
-        _write_csv(rows, columns)
+        _write_csv(rows, columns if name else (_TIME, *columns))
     elif not as_data(found):
         if isinstance(found, MetricsView):
             console.print(_overview(rows, columns, found.throughput_unit))

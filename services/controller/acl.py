@@ -1,6 +1,7 @@
 """Redis's users: ``python -m services.controller.acl NODE[=FILE]…`` prints the file for ``aclfile``.
 
-The controllers' password comes from ``MESHLOOM_REDIS_CONTROLLER_PASSWORD``. Every node has a user of
+The controllers' password comes from ``MESHLOOM_REDIS_CONTROLLER_PASSWORD``, or from the file that
+``MESHLOOM_REDIS_CONTROLLER_PASSWORD_FILE`` names. Every node has a user of
 its own, ``agent-<node id>``, whose password stands in FILE; without one it is
 ``MESHLOOM_REDIS_AGENT_PASSWORD``, which lets each of the nodes that share it speak as any other of
 them. The output holds digests alone.
@@ -111,20 +112,29 @@ def main() -> None:
     nodes = dict(name.partition("=")[::2] for name in parser.parse_args().nodes)
     try:
         settings = AclSettings()
+    except ValidationError as error:
+        _refuse(_faults(error, ""))
+    try:
         agents = [
             (_NODE_ID.validate_python(name), _password(settings, file))
             for name, file in nodes.items()
         ]
     except ValidationError as error:
-        faults = "; ".join(
-            f"{'.'.join(map(str, fault['loc'])) or 'NODE'}: {fault['msg']}"
-            for fault in error.errors(include_url=False, include_input=False)
-        )
-        _refuse(faults)
+        _refuse(_faults(error, "NODE: "))
     except (OSError, ValueError) as error:
         _refuse(str(error))
     controller = settings.redis_controller_password.get_secret_value()
     sys.stdout.write(acl_file(controller, agents))
+
+
+def _faults(error: ValidationError, otherwise: str) -> str:
+    """What is wrong, each with its setting's name; ``otherwise`` before what is of no single one."""
+    texts = []
+    for fault in error.errors(include_url=False, include_input=False):
+        where = ".".join(map(str, fault["loc"]))
+        said = str(fault["msg"]).removeprefix("Value error, ")
+        texts.append(f"{where}: {said}" if where else f"{otherwise}{said}")
+    return "; ".join(texts)
 
 
 def _password(settings: AclSettings, file: str) -> str:

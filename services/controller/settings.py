@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Final, Literal, Self
 
-from pydantic import Field, SecretStr, field_validator, model_validator
+from pydantic import BeforeValidator, Field, SecretStr, field_validator, model_validator
 from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict
 
 from services.contract.jobs.code_archives import (
@@ -19,6 +19,8 @@ from services.contract.jobs.code_archives import (
 from services.contract.jobs.entry_points import EntryPoints, entry_points
 from services.contract.jobs.specs import HIGHEST_PRIORITY
 from services.contract.redis.redis_address import redis_address
+from services.contract.storage.storage_address import BucketAddress, storage_address
+from services.contract.system.secret_files import with_secret_files
 
 MIN_PASSWORD_CHARACTERS: Final = 16
 _MIN_TOKEN_BITS: Final = 128
@@ -40,6 +42,14 @@ class Settings(BaseSettings):
         le=65_535,
         description="The controller's port; 0 takes a free one, which the log line `listening` names.",
     )
+    tls_cert: Path | None = Field(
+        default=None,
+        description="File with the controller's certificate and those that lead to its authority; the port then speaks HTTPS alone. Read again when it changes. Unset: plain HTTP.",
+    )
+    tls_key: Path | None = Field(
+        default=None,
+        description="File with that certificate's key; unset: it is in the certificate's file.",
+    )
     redis_url: str = Field(
         description="The Redis server; `rediss://` for TLS. `make up` starts one where it is not set."
     )
@@ -51,9 +61,19 @@ class Settings(BaseSettings):
         default=None, description="File with the client certificate for Redis."
     )
     redis_key: Path | None = Field(default=None, description="File with that certificate's key.")
+    redis_password: SecretStr | None = Field(
+        default=None,
+        description="The password of the user in `MESHLOOM_REDIS_URL`, which then has none; of any characters.",
+    )
+    redis_password_file: Path | None = Field(
+        default=None, description="File that has it, in place of `MESHLOOM_REDIS_PASSWORD`."
+    )
     token: SecretStr | None = Field(
         default=None,
         description="The operator's bearer token, at least 128 bits if other machines can connect. Unset: every local user is the operator.",
+    )
+    token_file: Path | None = Field(
+        default=None, description="File that has the token, in place of `MESHLOOM_TOKEN`."
     )
     allowed_hosts: Annotated[frozenset[str], NoDecode] = Field(
         default=frozenset(),
@@ -156,9 +176,11 @@ class Settings(BaseSettings):
         default=frozenset(),
         description="Hosts of webhooks that need no public address and no TLS, separated by commas. Others need both.",
     )
-    checkpoint_root: Path | None = Field(
-        default=None,
-        description="Folder of all jobs' checkpoints, as the nodes have it; the controller only reads it, for downloads of exports. Unset: no downloads.",
+    checkpoint_root: Annotated[Path | BucketAddress | None, BeforeValidator(storage_address)] = (
+        Field(
+            default=None,
+            description="Folder of all jobs' checkpoints, as the nodes have it, or `s3://BUCKET/PREFIX`; the controller only reads it, for downloads of exports. Unset: no downloads.",
+        )
     )
     pools_file: Path | None = Field(
         default=None,
@@ -167,6 +189,11 @@ class Settings(BaseSettings):
     log_level: Literal["debug", "info", "warning", "error"] = Field(
         default="info", description="The least severe log lines that are written."
     )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _read_secrets(cls, values: object) -> object:
+        return with_secret_files(values, "token", "redis_password")
 
     @property
     def is_loopback(self) -> bool:
@@ -187,8 +214,20 @@ class Settings(BaseSettings):
     def redis_address(self) -> str:
         """The URL of Redis, with the files of TLS in it."""
         return redis_address(
-            self.redis_url, ca=self.redis_ca, cert=self.redis_cert, key=self.redis_key
+            self.redis_url,
+            password=None
+            if self.redis_password is None
+            else self.redis_password.get_secret_value(),
+            ca=self.redis_ca,
+            cert=self.redis_cert,
+            key=self.redis_key,
         )
+
+    @model_validator(mode="after")
+    def _a_key_has_its_certificate(self) -> Self:
+        if self.tls_key is not None and self.tls_cert is None:
+            raise ValueError("MESHLOOM_TLS_KEY: a key needs its certificate: set MESHLOOM_TLS_CERT")
+        return self
 
     @model_validator(mode="after")
     def _redis_can_be_trusted(self) -> Self:
@@ -244,9 +283,16 @@ def _refuse_guessable(token: str, host: str) -> None:
 
 
 class AclSettings(BaseSettings):
-    """The passwords of Redis's users, for the file that ``services.controller.acl`` prints."""
+    """The passwords of Redis's users, for the file that ``services.controller.acl`` prints; each may be in a file."""
 
     model_config = SettingsConfigDict(env_prefix="MESHLOOM_", frozen=True, extra="ignore")
 
     redis_controller_password: SecretStr = Field(min_length=MIN_PASSWORD_CHARACTERS)
+    redis_controller_password_file: Path | None = None
     redis_agent_password: SecretStr | None = None
+    redis_agent_password_file: Path | None = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _read_secrets(cls, values: object) -> object:
+        return with_secret_files(values, "redis_controller_password", "redis_agent_password")

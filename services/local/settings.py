@@ -4,11 +4,14 @@ import os
 import shutil
 from collections.abc import Collection
 from pathlib import Path
+from typing import Annotated
 
-from pydantic import Field
+from pydantic import BeforeValidator, Field, SecretStr, model_validator
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
 from services.contract.redis.redis_address import redis_address
+from services.contract.storage.storage_address import BucketAddress, storage_address
+from services.contract.system.secret_files import with_secret_files
 
 
 class LocalSettings(BaseSettings):
@@ -35,11 +38,28 @@ class LocalSettings(BaseSettings):
         default=None, description="File with the client certificate for Redis."
     )
     redis_key: Path | None = Field(default=None, description="File with that certificate's key.")
-    checkpoint_root: Path | None = Field(
+    redis_password: SecretStr | None = Field(
         default=None,
-        description="Folder of all jobs' checkpoints; unset: `checkpoints` in the home folder.",
+        description="The password of the user in `MESHLOOM_REDIS_URL`, which then has none; of any characters.",
+    )
+    redis_password_file: Path | None = Field(
+        default=None, description="File that has it, in place of `MESHLOOM_REDIS_PASSWORD`."
+    )
+    checkpoint_root: Annotated[Path | BucketAddress | None, BeforeValidator(storage_address)] = (
+        Field(
+            default=None,
+            description="Folder of all jobs' checkpoints, or `s3://BUCKET/PREFIX`; unset: `checkpoints` in the home folder.",
+        )
     )
     token: str | None = Field(default=None, description="The operator's bearer token.")
+    token_file: Path | None = Field(
+        default=None, description="File that has the token, in place of `MESHLOOM_TOKEN`."
+    )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _read_secrets(cls, values: object) -> object:
+        return with_secret_files(values, "token", "redis_password")
 
     @property
     def redis_address(self) -> str | None:
@@ -47,7 +67,13 @@ class LocalSettings(BaseSettings):
         if self.redis_url is None:
             return None
         return redis_address(
-            self.redis_url, ca=self.redis_ca, cert=self.redis_cert, key=self.redis_key
+            self.redis_url,
+            password=None
+            if self.redis_password is None
+            else self.redis_password.get_secret_value(),
+            ca=self.redis_ca,
+            cert=self.redis_cert,
+            key=self.redis_key,
         )
 
 

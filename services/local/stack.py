@@ -20,7 +20,9 @@ from services.local.settings import LocalSettings
 
 _READY_TIMEOUT_S: Final = 60
 _POLL_S: Final = 0.1
-_OPERATORS: Final = frozenset({"MESHLOOM_TOKEN"})  # whoever has it is the operator
+_OPERATORS: Final = frozenset(
+    {"MESHLOOM_TOKEN", "MESHLOOM_TOKEN_FILE"}
+)  # whoever has it is the operator
 
 
 class StackError(Exception):

@@ -82,6 +82,11 @@ def test_every_step_and_every_line_is_written_once_and_exactly(controller: Contr
     assert [record.step for record in steps] == list(range(1, 2_001))
     assert [record.loss for record in steps] == [1 / step for step in range(1, 2_001)]
     assert steps[6].learning_rate == 1e-3 / 3
+    # Of both ranks rank 1 holds more.
+    assert {record.memory_bytes for record in steps[-1_000:]} == {4097}
+    times = [record.time_ms or 0 for record in steps]
+    assert times == sorted(times)
+    assert times[-1] - times[0] >= 1_999
     for rank in (0, 1):
         lines = [line.text for line in controller.logs() if line.rank == rank]
         assert lines == [f"line {number}" for number in range(700)]
@@ -219,7 +224,7 @@ def test_samples_show_where_each_rank_stands(controller: Controller) -> None:
     now_ms = controller.client.time()[0] * 1000
     assert {rank: s.pid for rank, s in samples.items()} == pids
     assert all(
-        abs(s.seen_ms - now_ms) < 5_000 and (s.memory_bytes, s.peak_bytes) == (4096, 1024)
+        abs(s.seen_ms - now_ms) < 5_000 and (s.memory_bytes, s.peak_bytes) == (4096 + s.rank, 1024)
         for s in samples.values()
     )
     assert samples[0].issued == {"dp": 0}

@@ -5,8 +5,15 @@ from typing import Any
 
 from services.contract.api.access import AuditEntryView, AuditPage, Scope, TokenList, TokenView
 from services.contract.api.plan_views import PlanList, PlanSummary
-from services.contract.api.pools import PoolList, PoolView, ReservationView
-from services.contract.api.queue import CapacityView, NodeCapacity, QueueEntry, QueueView
+from services.contract.api.queue import (
+    CapacityView,
+    NodeCapacity,
+    PoolList,
+    PoolView,
+    QueueEntry,
+    QueueView,
+    ReservationView,
+)
 from services.contract.api.views import (
     AttemptList,
     AttemptView,
@@ -218,6 +225,7 @@ def pools() -> PoolList:
         idle_timeout_s=300,
         trouble=None,
         reservations=(reserved,),
+        ended=(reserved.model_copy(update={"state": ReservationState.LOST, "ended_at": NOW}),),
     )
     silent = pool.model_copy(update={"trouble": "no route to host", "reservations": ()})
     return PoolList(items=(pool, silent))

@@ -24,7 +24,7 @@ from services.contract.words.states import RankPhase
 
 SLOT_A, RING = 64, 4096
 SNAPSHOT = struct.Struct("<Qqqqqqqqddd" + "qq" * MAX_GROUPS)
-STEP = struct.Struct("<qdddddq")
+STEP = struct.Struct("<qdddddqqq")
 INT64 = st.integers(-(2**63), 2**63 - 1)
 
 
@@ -64,7 +64,7 @@ def read_all(reader: BoardReader) -> list[str]:
 def board(tmp_path: Path) -> Path:
     path = tmp_path / "board"
     writer = BoardWriter.create(path, fence=1)
-    writer.finish_step(BoardStep(1, 1.0, 1.0, 1.0, 1.0, 1.0), memory_bytes=1, now_ns=1)
+    writer.finish_step(BoardStep(1, 1.0, 1.0, 1.0, 1.0, 1.0, memory_bytes=1), now_ns=1)
     return path
 
 
@@ -75,16 +75,20 @@ def board(tmp_path: Path) -> Path:
         (SLOT_A, snapshot(unit=-7), "wrote unit -7 to its board"),
         (SLOT_A, snapshot(step=-1), "wrote step -1 to its board"),
         (SLOT_A, snapshot(step=2**60), f"wrote step {2**60} to its board"),
-        (RING, checked(STEP.pack(2**60, *[0.0] * 5, 0)), f"wrote step {2**60} to its board"),
-        (RING, checked(STEP.pack(5, *[0.0] * 4, -5.0, 0)), "wrote a step of -5.0 s to its board"),
+        (RING, checked(STEP.pack(2**60, *[0.0] * 5, 0, 0, 0)), f"wrote step {2**60} to its board"),
         (
             RING,
-            checked(STEP.pack(5, *[0.0] * 4, 1e308, 0)),
+            checked(STEP.pack(5, *[0.0] * 4, -5.0, 0, 0, 0)),
+            "wrote a step of -5.0 s to its board",
+        ),
+        (
+            RING,
+            checked(STEP.pack(5, *[0.0] * 4, 1e308, 0, 0, 0)),
             "wrote a step of 1e+308 s to its board",
         ),
         (
             RING,
-            checked(STEP.pack(5, *[0.0] * 4, math.inf, 0)),
+            checked(STEP.pack(5, *[0.0] * 4, math.inf, 0, 0, 0)),
             "wrote a step of inf s to its board",
         ),
     ],
@@ -151,7 +155,11 @@ def test_whatever_bytes_a_board_holds_they_are_read_or_refused(
         put(path, offset, content[: BOARD_BYTES - offset])
     put(path, SLOT_A, checked(SNAPSHOT.pack(2**63, *fields, *figures, *counters)))
     for place, (number, figure) in enumerate(steps):
-        put(path, RING + 64 * place, checked(STEP.pack(number, *[figure] * 5, 0)))
+        put(
+            path,
+            RING + 80 * place,
+            checked(STEP.pack(number, *[figure] * 5, 0, -(2**63), 2**63 - 1)),
+        )
     read_all(reader)
     try:
         seen = reader.read()

@@ -22,7 +22,7 @@ from services.contract.messages.board import (
 )
 from services.contract.words.states import RankPhase
 
-SLOT_A, SLOT_B, RING, RING_ENTRY, RING_LENGTH = 64, 1088, 4096, 64, 256
+SLOT_A, SLOT_B, RING, RING_ENTRY, RING_LENGTH = 64, 1088, 4096, 80, 256
 ARRIVALS = 20_480
 
 
@@ -44,8 +44,8 @@ class Board:
         return snapshot
 
     def finish(self, step: int) -> BoardStep:
-        record = BoardStep(step, 1 / step, 2.0, 1e-3 / 3, 10.0, 0.5)
-        self.writer.finish_step(record, memory_bytes=7, peak_bytes=5, now_ns=step)
+        record = BoardStep(step, 1 / step, 2.0, 1e-3 / 3, 10.0, 0.5, memory_bytes=7, ended_ms=step)
+        self.writer.finish_step(record, peak_bytes=5, now_ns=step)
         return record
 
 
@@ -70,7 +70,7 @@ def test_an_empty_board_has_no_snapshot_and_no_step(board: Board) -> None:
 def test_the_wait_for_data_is_a_figure_only_where_it_was_measured(board: Board) -> None:
     board.finish(1)  # as by a rank that knows no such figure: zero bits are in its place
     measured = BoardStep(2, 1.0, 2.0, 1e-3, 10.0, 0.5, data_wait_s=0.125)
-    board.writer.finish_step(measured, memory_bytes=7, peak_bytes=5, now_ns=2)
+    board.writer.finish_step(measured, peak_bytes=5, now_ns=2)
     first, second = board.reader.steps_after(0)
     assert math.isnan(first.data_wait_s)
     assert second == measured == board.reader.step(2)

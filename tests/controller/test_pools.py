@@ -1,13 +1,17 @@
 """Nodes of pools, on virtual time: when they are asked for, when gangs run there, when they go back."""
 
 import asyncio
+import re
 from collections.abc import Callable, Coroutine, Sequence
+from pathlib import Path
 
 import pytest
+from prometheus_client.parser import text_string_to_metric_families
 
 from services.contract.api.views import StopRequest
 from services.contract.jobs.entry_points import EntryPoints
 from services.contract.words.states import JobState, ReservationState
+from services.controller.api.monitoring import Monitor
 from services.controller.domain.decisions.dispatch import first_decision
 from services.controller.domain.errors import InvalidRequestError
 from services.controller.domain.job.events import CancelAsked
@@ -15,13 +19,13 @@ from services.controller.domain.scheduling.placement import GangRequest, NotNow
 from services.controller.domain.scheduling.reservations import Fit, Reservation, Sighting
 from services.controller.loops.pools import keep_pool
 from services.controller.ports.jobs import Actor
-from services.controller.ports.pools import RunnablePool
-from services.controller.use_cases.pool_list import list_pools
-from services.controller.use_cases.queue import get_queue
+from services.controller.ports.pools import AgentProcess, RunnablePool
+from services.controller.use_cases.queue import get_queue, list_pools
 from services.controller.use_cases.submit import Drafting, draft_job
 from tests.controller.histories import spec
 from tests.controller.virtual_pool import PooledCluster, VirtualPool, limits
 
+DEPLOY = Path(__file__).parents[2] / "deploy"
 FOUR = {"resources": {"ranks": 4}}
 OVER = {JobState.SUCCEEDED, JobState.FAILED, JobState.CANCELLED}
 SHORT = {"train": {"steps": 8, "global_batch": 12}}
@@ -61,6 +65,9 @@ def test_a_job_that_fits_no_node_gets_some_runs_there_and_they_go_back_once_idle
         await cluster.seconds(20)
         assert (pool.held, cluster.server.reservations, pool.asked) == ({}, {}, 1)
         assert list(cluster.server.nodes) == ["a"]
+        (given_back,) = (await list_pools(cluster.ports, {})).items[0].ended
+        assert given_back.state is ReservationState.RELEASED
+        assert given_back.reason == "nothing ran there for 20 s"
 
         again = await cluster.submit(**FOUR, **SHORT)
         assert await ended(cluster, again) is JobState.SUCCEEDED
@@ -107,6 +114,41 @@ def test_a_job_that_waits_for_a_pool_says_so_in_the_pools_own_words() -> None:
         assert await ended(cluster, job_id) is JobState.SUCCEEDED
 
     play(PooledCluster({}, limits(), machines=1), course)
+
+
+def test_what_prometheus_scrapes_of_pools() -> None:
+    async def course(cluster: PooledCluster) -> None:
+        silent: dict[str, str] = {}
+        monitor = Monitor(silent, lambda: cluster.now / 1000)
+        await cluster.submit(**FOUR, **SHORT)
+        await cluster.seconds(5)
+        silent["cloud"] = "no route to host"
+        text = (await monitor.exposition(cluster.ports)).decode()
+        found = {
+            (sample.name, *sample.labels.values()): sample.value
+            for family in text_string_to_metric_families(text)
+            for sample in family.samples
+            if sample.name.startswith("meshloom_pool_") and sample.value
+        }
+        assert found == {
+            ("meshloom_pool_reservations", "burst", "PROVISIONING"): 1,
+            ("meshloom_pool_nodes", "burst", "PROVISIONING"): 2,
+            ("meshloom_pool_max_nodes", "burst"): 4,
+            ("meshloom_pool_max_nodes", "cloud"): 4,
+            ("meshloom_pool_silent", "cloud"): 1,
+        }
+        shown = (DEPLOY / "grafana" / "meshloom.json").read_text()
+        rules = (DEPLOY / "prometheus" / "alerts.yml").read_text()
+        assert set(re.findall(r"meshloom_pool_[a-z_]+", shown + rules)) == {n for n, *_ in found}
+        cluster.pools[0].machines = 2
+        silent.clear()
+        await cluster.seconds(10)
+        text = (await monitor.exposition(cluster.ports)).decode()
+        assert 'meshloom_pool_nodes{pool="burst",state="PROVISIONING"} 0.0' in text
+        assert 'meshloom_pool_nodes{pool="burst",state="READY"} 2.0' in text
+        assert 'meshloom_pool_silent{pool="cloud"} 0.0' in text
+
+    play(PooledCluster({}, limits(), limits("cloud"), machines=1), course)
 
 
 def test_nodes_that_do_not_come_in_time_are_given_up_and_asked_of_the_next_pool() -> None:
@@ -159,6 +201,55 @@ def test_with_one_node_lost_all_of_the_reservation_goes_and_the_job_gets_others(
         assert job.attempts[-1].fence == 2
         assert pool.asked == 2
         assert len(pool.held) == 1
+        (view,) = (await list_pools(cluster.ports, {})).items
+        (lost,) = view.ended
+        assert (lost.state, lost.reason) == (ReservationState.LOST, "burst-2 was lost")
+        assert (lost.job_id, lost.node_ids) == (job_id, ("burst-1", "burst-2"))
+
+    play(PooledCluster({}, limits()), course)
+
+
+@pytest.mark.parametrize(
+    ("is_told_late", "reason"),
+    [(False, "the pool took its nodes back: preempted"), (True, "burst-2 was lost: preempted")],
+)
+def test_why_nodes_were_lost_is_told_in_the_pools_own_words(
+    *, is_told_late: bool, reason: str
+) -> None:
+    async def course(cluster: PooledCluster) -> None:
+        (pool,) = cluster.pools
+        job_id = await cluster.submit(**FOUR, checkpoint={"every_steps": 5, "keep_last": 2})
+        await cluster.at_size(job_id, 4)
+        if is_told_late:
+            pool.trouble = "no route to host"
+            pool.lose("burst-2")
+            while ReservationState.RELEASING not in states(cluster):
+                await cluster.seconds(1)
+            pool.trouble = None
+            pool.end("burst-1", "preempted")
+        else:
+            pool.end("burst-1", "preempted")
+        assert await ended(cluster, job_id) is JobState.SUCCEEDED
+        (view,) = (await list_pools(cluster.ports, {})).items
+        assert [(each.state, each.reason) for each in view.ended] == [
+            (ReservationState.LOST, reason)
+        ]
+
+    play(PooledCluster({}, limits()), course)
+
+
+def test_a_gang_moves_with_a_checkpoint_to_nodes_reserved_anew_when_its_agents_are_to_end() -> None:
+    async def course(cluster: PooledCluster) -> None:
+        job_id = await cluster.submit(**FOUR, train={"steps": 60, "global_batch": 12})
+        await cluster.at_size(job_id, 4)
+        await cluster.seconds(5)
+        for name in ("burst-1", "burst-2"):
+            cluster.leaving(name, 50)
+        assert await ended(cluster, job_id) is JobState.SUCCEEDED
+        job = await cluster.job(job_id)
+        assert set(cluster.nodes_of(job)) == {"burst-3", "burst-4"}
+        assert job.attempts[-1].resumed_from is not None
+        assert job.restarts == 0
 
     play(PooledCluster({}, limits()), course)
 
@@ -191,6 +282,27 @@ def test_a_request_of_which_no_record_tells_is_found_and_given_back_once_it_is_i
         assert (pool.held, cluster.server.reservations, pool.asked) == ({}, {}, 1)
 
     play(PooledCluster({}, limits()), course)
+
+
+def test_of_two_reservations_of_one_node_the_one_whose_agent_came_first_goes_on() -> None:
+    async def course(cluster: PooledCluster) -> None:
+        (pool,) = cluster.pools
+        job_id = await cluster.submit(**FOUR, train={"steps": 60, "global_batch": 12})
+        await cluster.at_size(job_id, 4)
+        # As asked for by a controller of whose record Redis knows nothing; its agent does not get the lease.
+        agents = dict.fromkeys(["burst-1"], AgentProcess(("agent",), {}))
+        pool.machines = len(pool.held)
+        await pool.provision("zz-doubled", agents)
+        await cluster.seconds(3)
+        assert "zz-doubled" in cluster.server.reservations
+        pool.held["zz-doubled"].ended = "FAILED"
+        await cluster.seconds(3)
+        assert "zz-doubled" not in cluster.server.reservations
+        assert "burst-1" in cluster.server.nodes
+        assert await ended(cluster, job_id) is JobState.SUCCEEDED
+        assert (await cluster.job(job_id)).fence == 1
+
+    play(PooledCluster({}, limits(max_nodes=2), machines=2), course)
 
 
 def test_a_pool_that_does_not_answer_stops_nothing_that_runs() -> None:

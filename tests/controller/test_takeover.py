@@ -5,12 +5,16 @@ the outcome is asserted, and how long it took is recorded.
 """
 
 import asyncio
+import contextlib
 import os
 import signal
+import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from http import HTTPStatus
 
+import httpx2
 import pytest
 from redis import Redis
 
@@ -109,6 +113,101 @@ def test_the_other_takes_over_from_a_frozen_leader_and_from_a_killed_one(
         kinds = _kinds(frozen, job_id)
         assert len(kinds) == len(set(kinds)), "nothing was decided twice"
         assert len(asyncio.run(_replayed(redis_url))) == 3
+
+
+class Balanced:
+    """What a proxy before the controllers does: a request goes to one that is ready, or else to the next one."""
+
+    def __init__(self, controllers: list[Controller]) -> None:
+        self.controllers = controllers
+        self.answered = 0
+
+    def get(self, path: str) -> httpx2.Response:
+        """The answer of the first that gives one.
+
+        Raises:
+            AssertionError: None of them did.
+        """
+        faults = []
+        for controller in list(self.controllers):
+            try:
+                answer = controller.client.get(path)
+            except httpx2.TransportError as fault:
+                faults.append(fault)
+                continue
+            if answer.status_code != HTTPStatus.SERVICE_UNAVAILABLE:
+                self.answered += 1
+                return answer
+            faults.append(answer)
+        raise AssertionError(f"no controller answered {path}: {faults}")
+
+    @contextlib.contextmanager
+    def asked_for(self, path: str) -> Iterator[None]:
+        """Requests one after the other until the block ends; each must be answered with 200."""
+        stop = threading.Event()
+        faults: list[BaseException] = []
+
+        def ask() -> None:
+            try:
+                while not stop.wait(0.02):
+                    assert self.get(path).status_code == HTTPStatus.OK
+            except BaseException as fault:  # noqa: BLE001 raised again below
+                faults.append(fault)
+
+        asking = threading.Thread(target=ask)
+        asking.start()
+        try:
+            yield
+        finally:
+            stop.set()
+            asking.join()
+        assert faults == []
+
+
+@pytest.mark.system
+def test_controllers_are_replaced_one_after_the_other_while_a_job_trains_and_people_ask(
+    redis_url: str,
+) -> None:
+    """As docs/operations.md says: those that do not lead first, the leader last."""
+    with (
+        Redis.from_url(redis_url, decode_responses=True) as redis,
+        contextlib.ExitStack() as each,
+    ):
+        old = [each.enter_context(started(redis_url)) for _ in range(2)]
+        until(lambda: any(map(leads, old)))
+        old.sort(key=leads)
+        balanced = Balanced(list(old))
+        agent = AgentDouble(redis)
+        agent.join()
+        job_id = submitted(old[0])
+        gang = agent.launches(job_id)
+        step = 0
+        with balanced.asked_for(f"/v1/jobs/{job_id}"):
+            for before in old:
+                step += 10
+                agent.trains(gang, range(step - 9, step + 1))
+                name = agent.votes(gang, step)
+                new = each.enter_context(started(redis_url))
+                until(lambda new=new: new.client.get("/readyz").status_code == HTTPStatus.OK)
+                balanced.controllers = [new, *balanced.controllers]
+                # The vote may reach the one that ends or the one that comes: one of them commits.
+                before.process.send_signal(signal.SIGTERM)
+                assert until(lambda before=before: before.process.poll() is not None)
+                assert before.process.returncode == 0
+                balanced.controllers = [c for c in balanced.controllers if c is not before]
+                assert agent.saves(gang, step) == name
+            until(lambda: any(map(leads, balanced.controllers)))
+        assert balanced.answered > 2
+        (new, _) = balanced.controllers
+        agent.trains(gang, range(step + 1, step + 11))
+        agent.ends(gang, step + 10)
+        until(lambda: new.state(job_id) == "SUCCEEDED")
+        steps = new.client.get(f"/v1/jobs/{job_id}/metrics").json()["items"]
+        assert [item["step"] for item in steps] == list(range(1, step + 11))
+        assert new.client.get(f"/v1/jobs/{job_id}").json()["attempt"] == 1
+        kinds = _kinds(new, job_id)
+        assert kinds.count("checkpoint.committed") == len(old)
+        assert [c.kind for c in agent.commands()].count("launch_gang") == 1
 
 
 JOBS = 160

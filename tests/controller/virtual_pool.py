@@ -22,6 +22,7 @@ class _Held:
     up: list[NodeId] = field(default_factory=list)
     booted: int = 0
     seconds: int = 0
+    ended: str = ""
 
 
 class VirtualPool:
@@ -65,7 +66,7 @@ class VirtualPool:
     async def sightings(self) -> Sequence[Sighting]:
         self._answer()
         return [
-            Sighting(name, held.nodes, is_held=True, reason=self._reason(held))
+            Sighting(name, held.nodes, is_held=not held.ended, reason=self._reason(held))
             for name, held in self.held.items()
         ]
 
@@ -74,8 +75,18 @@ class VirtualPool:
 
     def lose(self, node_id: NodeId) -> None:
         """A machine burns; what else there is of its reservation stays."""
-        next(held for held in self.held.values() if node_id in held.up).up.remove(node_id)
+        self._of(node_id).up.remove(node_id)
         self._cluster.lose(node_id)
+
+    def end(self, node_id: NodeId, why: str) -> None:
+        """Take back all nodes of the reservation that has this one."""
+        held = self._of(node_id)
+        held.ended = why
+        for name in held.up:
+            self._cluster.lose(name)
+
+    def _of(self, node_id: NodeId) -> _Held:
+        return next(held for held in self.held.values() if node_id in held.up)
 
     def second(self) -> None:
         """Let a second pass: machines boot."""
@@ -92,7 +103,7 @@ class VirtualPool:
                 self._cluster.join(name, self._limits.cpu_slots)
 
     def _reason(self, held: _Held) -> str:
-        return "" if held.seconds else "Resources"
+        return held.ended or ("" if held.seconds else "Resources")
 
     def _answer(self) -> None:
         if self.trouble is not None:

@@ -93,7 +93,7 @@ def routes(scene: Scene, plan: PlanView) -> dict[str, tuple[str, str]]:
         "jobs": ("#/jobs", f'tr[data-job="{job}"] polyline'),
         "job": (
             f"#/jobs/{job}",
-            f"{panels} & [data-metric=memory] & .log .line & .rank-grid canvas",
+            f"{panels} & [data-metric=memory_bytes] & .log .line & .rank-grid canvas",
         ),
         "failed": (f"#/jobs/{scene.failed.id}", f"{panels} & .diagnosis"),
         "compare": (

@@ -42,6 +42,7 @@ from tests.controller.profiles import FACTS, answer_to
 from tests.waiting import until
 
 _LEASE_MS: Final = 600_000  # longer than any test: nothing renews it
+_FIRST_STEP_MS: Final = 1_750_000_000_000
 _C = TypeVar("_C", bound=BaseModel)
 
 
@@ -118,6 +119,8 @@ class ScriptedAgent:
                 learning_rate=1e-3,
                 tokens_per_s=5_000.0 + 200 * (step % 5),
                 step_time_s=0.31,
+                memory_bytes=(1_000 + step) << 20,
+                time_ms=_FIRST_STEP_MS + 400 * step,
             )
             self._append(redis_keys.job_steps(gang.job_id), record)
         self._tell(

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Final
 
 import pytest
-from playwright.sync_api import Browser, ViewportSize, expect
+from playwright.sync_api import Browser, Page, ViewportSize, expect
 from tenacity import RetryError
 
 from services.contract.api.plan_views import PlanView
@@ -36,6 +36,29 @@ _RULES: Final = """async (runOnly) => {
     .map(({ id, nodes }) => `${id}: ${nodes.map((node) => node.target.join(" ")).join(", ")}`);
 }"""
 
+# What can be used on a page.
+_STOPS: Final = """() => {
+  window.met = new Set();
+  window.unseen = new Set();
+  const used = "a[href], button, select, input, textarea, summary, [tabindex='0']";
+  window.stops = [...document.querySelectorAll(used)].filter(
+    (one) => !one.disabled && one.tabIndex >= 0 && one.checkVisibility({ visibilityProperty: true }),
+  );
+  document.addEventListener("focusin", ({ target }) => {
+    window.met.add(target);
+    const { outlineStyle, boxShadow } = getComputedStyle(target);
+    if (outlineStyle === "none" && boxShadow === "none") window.unseen.add(target);
+  });
+  return window.stops.length;
+}"""
+_UNREACHED: Final = """() => {
+  const name = (one) => `${one.tagName}.${one.className} ${one.textContent.slice(0, 30)}`;
+  return [
+    ...window.stops.filter((one) => one.isConnected && !window.met.has(one)).map((one) => `not reached: ${name(one)}`),
+    ...[...window.unseen].filter((one) => one !== document.body).map((one) => `focus is not seen: ${name(one)}`),
+  ];
+}"""
+
 
 @dataclass
 class Walk:
@@ -46,6 +69,7 @@ class Walk:
     differences: dict[str, float] = field(default_factory=dict)
     faults: dict[str, list[str]] = field(default_factory=dict)
     wide: list[tuple[str, int, list[str]]] = field(default_factory=list)
+    unreached: dict[str, list[str]] = field(default_factory=dict)
 
 
 @pytest.fixture(scope="module")
@@ -74,6 +98,8 @@ def walk(
         page.emulate_media(color_scheme="light")
         if faults:
             found.faults[name] = faults
+        if unreached := _unreached_by_keyboard(page):
+            found.unreached[name] = unreached
         for width in _WIDTHS:
             page.set_viewport_size(ViewportSize(width=width, height=HEIGHT))
             try:
@@ -88,6 +114,17 @@ def walk(
     return found
 
 
+def _unreached_by_keyboard(page: Page) -> list[str]:
+    """What Tab does not come to, and what does not show that it has the focus."""
+    stops = page.evaluate(_STOPS)
+    has_editor = page.locator(".editor").count() > 0
+    for _ in range(stops + 2):
+        if has_editor:  # there Tab indents, but not after Escape
+            page.keyboard.press("Escape")
+        page.keyboard.press("Tab")
+    return [str(each) for each in page.evaluate(_UNREACHED)]
+
+
 def test_pages_look_as_their_baseline_pictures(walk: Walk, tmp_path: Path) -> None:
     """After a wanted change: ``python -m tests.dashboard.pictures --baselines``."""
     if json.loads((BASELINES / "fonts.json").read_text()) != walk.fonts:
@@ -99,6 +136,10 @@ def test_pages_look_as_their_baseline_pictures(walk: Walk, tmp_path: Path) -> No
 
 def test_axe_finds_nothing_serious_on_any_page(walk: Walk) -> None:
     assert walk.faults == {}
+
+
+def test_the_keyboard_reaches_all_that_can_be_used_and_shows_where_it_is(walk: Walk) -> None:
+    assert walk.unreached == {}
 
 
 def test_no_page_scrolls_sideways_on_phones_or_walls(walk: Walk) -> None:

@@ -71,8 +71,7 @@ def _panel(page: Page, name: str) -> Locator:
 
 
 def _curve_pixels(page: Page) -> list[int]:
-    # Of memory there may be one sample, a dot.
-    canvases = page.locator("[data-metric]:not([data-metric=memory]) .plot canvas")
+    canvases = page.locator("[data-metric] .plot canvas")
     return [int(canvas.evaluate(_COLOURED)) for canvas in canvases.all()]
 
 

@@ -55,7 +55,7 @@ def test_charts_zoom_smooth_and_leave_as_csv_and_png(
     loss = _chart(page, "loss")
     plot, readout = loss.get_by_role("img"), loss.locator(".readout")
     expect(readout).to_contain_text("step 120")
-    for measure in ("grad_norm", "learning_rate", "step_time_s", "memory", "user:accuracy"):
+    for measure in ("grad_norm", "learning_rate", "step_time_s", "memory_bytes", "user:accuracy"):
         expect(_chart(page, measure).locator("canvas")).to_be_visible()
 
     plot.focus()
@@ -68,8 +68,8 @@ def test_charts_zoom_smooth_and_leave_as_csv_and_png(
     expect(page.get_by_role("button", name="Reset zoom")).to_be_disabled()
 
     page.get_by_role("button", name="time", exact=True).click()
-    # 120 steps of 310 ms.
-    expect(readout).to_contain_text("after 37 s")
+    # 120 steps of 310 ms, 400 ms apart.
+    expect(readout).to_contain_text("after 47 s")
     page.get_by_label("Smoothing").select_option("none")
     expect(loss.locator(".keys")).not_to_contain_text("smoothed")
 

@@ -1,7 +1,8 @@
 """A real Ray cluster of several nodes on one machine, in processes of its own.
 
-``python -m tests.pools.ray_cluster`` starts it and prints its address; each line that it reads adds a node, whose
-process it prints. It ends with its standard input. A head that runs nothing keeps the state; each further node offers one CPU.
+``python -m tests.pools.ray_cluster FOLDER`` starts it and prints its address. It reads orders, one a line: ``node`` adds
+a node, whose process it prints, and ``head`` kills the head and starts another in its place. It ends with its
+standard input. The head runs nothing and keeps its state in a Redis of its own; each further node offers one CPU.
 """
 
 import contextlib
@@ -10,17 +11,24 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 from collections.abc import Iterator, Mapping
 from importlib.util import find_spec
-from typing import Final, Self
+from pathlib import Path
+from typing import Any, Final, Self
 
 import psutil
 
+from services.local.children import die_with_parent
+from services.local.embedded_redis import find_redis_server, wait_for_redis
 from services.local.settings import child_environment
+from tests.e2e.conftest import free_port
 from tests.parts import gone
 from tests.waiting import until
 
 _MARK: Final = "MARK_OF_RAY_CLUSTER"
+AGENTS: Final = "MARK_OF_AGENTS_BY_RAY"
+"""Marks agents and what they start, with the cluster's ``mark``: Ray keeps idle workers of its own."""
 _STORE_BYTES: Final = 80 << 20
 # A node that stands still is given up after some seven seconds: by default it takes Ray twenty.
 _HEALTH_CHECKS: Final = {
@@ -52,17 +60,15 @@ class RayCluster:
         self.mark = f"{os.getpid()}-{id(self)}"
 
     def __enter__(self) -> Self:
+        self._folder = tempfile.TemporaryDirectory(prefix="ray-state-")
         self._process = subprocess.Popen(
-            [sys.executable, "-W", "ignore", "-m", "tests.pools.ray_cluster"],
+            [sys.executable, "-W", "ignore", "-m", "tests.pools.ray_cluster", self._folder.name],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             env=child_environment(**self.marks),
             text=True,
         )
-        assert self._process.stdout is not None
-        told = json.loads(self._process.stdout.readline())
-        self.address: str = told["address"]
-        self.head = psutil.Process(told["gcs"])
+        self._read_head()
         self.nodes: list[psutil.Process] = []
         self.repair()
         return self
@@ -74,16 +80,20 @@ class RayCluster:
         assert self._process.stdin is not None
         with self._process:
             self._process.stdin.close()
-        left = list(self.processes())
+        self._folder.cleanup()
+        left = marked(_MARK, self.mark)
         for process in left:
             with contextlib.suppress(psutil.Error):
                 process.kill()
         until(lambda: gone(left))
 
+    def restart_head(self) -> None:
+        """Kill all of the head, and have another on its address, which reads the state from Redis."""
+        self._order("head")
+        self._read_head()
+
     def repair(self) -> None:
         """Have as many nodes as at first, in place of those that are lost or stand still."""
-        assert self._process.stdin is not None
-        assert self._process.stdout is not None
         lost = [
             node for node in self.nodes if gone([node]) or node.status() == psutil.STATUS_STOPPED
         ]
@@ -93,22 +103,27 @@ class RayCluster:
                     process.kill()
         self.nodes = [node for node in self.nodes if node not in lost]
         while len(self.nodes) < self._count:
-            self._process.stdin.write("\n")
-            self._process.stdin.flush()
-            told = json.loads(self._process.stdout.readline())
-            self.nodes.append(psutil.Process(told["raylet"]))
+            self._order("node")
+            self.nodes.append(psutil.Process(self._told()["raylet"]))
+
+    def _order(self, what: str) -> None:
+        assert self._process.stdin is not None
+        print(what, file=self._process.stdin, flush=True)
+
+    def _told(self) -> dict[str, Any]:
+        assert self._process.stdout is not None
+        told: dict[str, Any] = json.loads(self._process.stdout.readline())
+        return told
+
+    def _read_head(self) -> None:
+        told = self._told()
+        self.address: str = told["address"]
+        self.head = psutil.Process(told["gcs"])
 
     @property
     def marks(self) -> Mapping[str, str]:
         """Variables by which its processes, and theirs, are found."""
         return {_MARK: self.mark}
-
-    def processes(self) -> Iterator[psutil.Process]:
-        """All of them that live."""
-        for process in psutil.process_iter():
-            with contextlib.suppress(psutil.Error):
-                if process.environ().get(_MARK) == self.mark and not gone([process]):
-                    yield process
 
     def node_of(self, process: psutil.Process) -> psutil.Process:
         """The raylet under which a process runs."""
@@ -126,23 +141,64 @@ class RayCluster:
             process.send_signal(signal.SIGSTOP)
 
 
+def marked(variable: str, value: str) -> list[psutil.Process]:
+    """Live processes with this variable."""
+    found = []
+    for process in psutil.process_iter():
+        with contextlib.suppress(psutil.Error):
+            if process.environ().get(variable) == value and not gone([process]):
+                found.append(process)
+    return found
+
+
 def main() -> None:
     """Hold a cluster until standard input ends."""
+    (folder,) = sys.argv[1:]
+    with _redis(Path(folder)) as port:
+        os.environ["RAY_REDIS_ADDRESS"] = f"127.0.0.1:{port}"  # noqa: TID251 Ray reads it there
+        _hold()
+
+
+@contextlib.contextmanager
+def _redis(folder: Path) -> Iterator[int]:
+    port = free_port()
+    words = (f"--port {port} --bind 127.0.0.1 --dir {folder} --appendonly yes --save").split()
+    server = subprocess.Popen(
+        [find_redis_server(), *words, ""],
+        stdout=subprocess.DEVNULL,
+        preexec_fn=die_with_parent,  # noqa: PLW1509 prctl is one call and takes no lock
+    )
+    wait_for_redis(f"redis://127.0.0.1:{port}")
+    yield port
+    server.kill()
+    server.wait()
+
+
+def _hold() -> None:
     from ray.cluster_utils import Cluster  # noqa: PLC0415 only this process loads it
 
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
-    head = {
-        "num_cpus": 0,
-        "include_dashboard": False,
-        "object_store_memory": _STORE_BYTES,
-        "_system_config": _HEALTH_CHECKS,
-    }
-    cluster = Cluster(initialize_head=True, head_node_args=head)
-    assert cluster.head_node is not None
-    gcs = cluster.head_node.all_processes["gcs_server"][0].process.pid
-    print(json.dumps({"address": cluster.address, "gcs": gcs}), file=answers, flush=True)
-    for _ in sys.stdin:
+    cluster = Cluster()
+
+    def start_head() -> None:
+        head = cluster.add_node(
+            num_cpus=0,
+            include_dashboard=False,
+            gcs_server_port=port,
+            object_store_memory=_STORE_BYTES,
+            _system_config=_HEALTH_CHECKS,
+        )
+        gcs = head.all_processes["gcs_server"][0].process.pid
+        print(json.dumps({"address": cluster.address, "gcs": gcs}), file=answers, flush=True)
+
+    port = free_port()
+    start_head()
+    for order in map(str.strip, sys.stdin):
+        if order == "head":
+            cluster.remove_node(cluster.head_node, allow_graceful=False)
+            start_head()
+            continue
         node = cluster.add_node(num_cpus=1, object_store_memory=_STORE_BYTES)
         raylet = node.all_processes["raylet"][0].process.pid
         print(json.dumps({"raylet": raylet}), file=answers, flush=True)

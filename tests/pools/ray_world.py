@@ -11,10 +11,9 @@ from services.controller.adapters.pools.pools_file import RayPoolConfig
 from services.controller.adapters.pools.ray import RayPool
 from services.controller.ports.pools import NodePool
 from services.local.settings import child_environment
-from tests.pools.ray_cluster import RayCluster
+from tests.pools.ray_cluster import AGENTS, RayCluster, marked
 
 _NODES: Final = 4
-_MARK: Final = "MARK_OF_AGENTS_BY_RAY"
 
 
 class RayWorld:
@@ -40,7 +39,7 @@ class RayWorld:
 
     @property
     def marks(self) -> Mapping[str, str]:
-        return {_MARK: self._cluster.mark}
+        return {AGENTS: self._cluster.mark}
 
     def pool(self, *, grace_s: float = 20, unknown_kind: bool = False) -> NodePool:
         config = RayPoolConfig(
@@ -66,13 +65,7 @@ class RayWorld:
         return sum(each.id == reservation_id for each in told)
 
     def processes(self) -> Sequence[psutil.Process]:
-        found = []
-        for process in psutil.process_iter():
-            with contextlib.suppress(psutil.Error):
-                is_agent = process.environ().get(_MARK) == self._cluster.mark
-                if is_agent and process.status() != psutil.STATUS_ZOMBIE:
-                    found.append(process)
-        return found
+        return marked(AGENTS, self._cluster.mark)
 
     def kill_node_of(self, process: psutil.Process) -> None:
         self._cluster.kill(self._cluster.node_of(process))

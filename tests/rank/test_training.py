@@ -85,6 +85,13 @@ def test_the_board_tells_figures_and_counts_of_every_step(trained: Trained, spec
     assert [round(step.learning_rate, 6) for step in steps[:3]] == [0.005, 0.01, 0.008682]
     assert all(step.step_time_s > 0 and step.tokens_per_s > 0 for step in steps)
     assert all(0 < step.data_wait_s < step.step_time_s for step in steps)
+    assert all(step.memory_bytes > 50_000_000 for step in steps)
+    # The clocks of steps are as far apart as the steps are long; both are read to the millisecond.
+    ended = [step.ended_ms for step in steps]
+    assert all(
+        after - before >= 1_000 * step.step_time_s - 1
+        for before, after, step in zip(ended, ended[1:], steps[1:], strict=False)
+    )
     first, second = attempt.board(0).read(), attempt.board(1).read()
     assert first is not None
     assert second is not None

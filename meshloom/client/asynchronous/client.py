@@ -9,8 +9,7 @@ from meshloom.client.asynchronous.jobs import AsyncJobs
 from meshloom.client.asynchronous.rest import AsyncRestClient
 from meshloom.client.settings import ClientSettings
 from services.contract.api.plan_views import PlanSummary, PlanView
-from services.contract.api.pools import PoolView
-from services.contract.api.queue import CapacityView, DrainRequest, QueueEntry
+from services.contract.api.queue import CapacityView, DrainRequest, PoolView, QueueEntry
 from services.contract.api.views import EventView, NodeView, Version
 from services.contract.api.webhooks import (
     WebhookCreated,

@@ -9,8 +9,7 @@ from meshloom.client.synchronous.checkpoints import Checkpoints
 from meshloom.client.synchronous.jobs import Jobs
 from meshloom.client.synchronous.rest import RestClient
 from services.contract.api.plan_views import PlanSummary, PlanView
-from services.contract.api.pools import PoolView
-from services.contract.api.queue import CapacityView, DrainRequest, QueueEntry
+from services.contract.api.queue import CapacityView, DrainRequest, PoolView, QueueEntry
 from services.contract.api.views import EventView, NodeView, Version
 from services.contract.api.webhooks import (
     WebhookCreated,

@@ -12,8 +12,7 @@ from meshloom.client.errors import refusal
 from meshloom.client.synchronous.transport import Transport
 from services.contract.api.access import AuditPage, TokenCreated, TokenList, TokenRequest
 from services.contract.api.plan_views import PlanList, PlanView
-from services.contract.api.pools import PoolList
-from services.contract.api.queue import CapacityView, DrainRequest, QueueView
+from services.contract.api.queue import CapacityView, DrainRequest, PoolList, QueueView
 from services.contract.api.requests import CloneRequest, JobPatch
 from services.contract.api.views import (
     AttemptList,

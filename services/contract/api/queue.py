@@ -1,4 +1,4 @@
-"""The queue and the room there is, as the REST API shows them."""
+"""The queue, the room there is, and pools, as the REST API shows them."""
 
 from datetime import datetime
 from typing import Annotated, Literal
@@ -7,7 +7,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from services.contract.jobs.spec_parts import WorldSpec
 from services.contract.words.ids import JobId, NodeId
-from services.contract.words.states import JobState, NodeState
+from services.contract.words.states import JobState, NodeState, PoolKind, ReservationState
 
 
 class _View(BaseModel):
@@ -60,6 +60,47 @@ class CapacityView(_View):
     accelerators_free: int
     largest_cpu_gang: int
     largest_cuda_gang: int
+
+
+class ReservationView(_View):
+    """Nodes that a pool was asked for, all or none of them."""
+
+    id: str
+    state: ReservationState
+    node_ids: tuple[NodeId, ...]
+    job_id: JobId | None = Field(description="for which it was made; null: found at the pool")
+    reason: str = Field(
+        description="what the pool said last, or why it is given back or was lost, with the pool's words"
+    )
+    requested_at: datetime
+    ready_at: datetime | None = Field(description="when all nodes had joined")
+    ended_at: datetime | None = Field(None, description="when its nodes were gone")
+
+
+class PoolView(_View):
+    """A pool: what it may have at a time, and what it has."""
+
+    name: str
+    kind: PoolKind
+    max_nodes: int
+    cpu_slots: int = Field(description="of each node")
+    accelerators: int = Field(description="of each node")
+    ready_timeout_s: float
+    idle_timeout_s: float
+    trouble: str | None = Field(
+        description="why it does not answer; null: it does, or this controller does not lead"
+    )
+    reservations: tuple[ReservationView, ...]
+    ended: tuple[ReservationView, ...] = Field(
+        (),
+        description="the newest that were given back (RELEASED) or lost (LOST), the last one first",
+    )
+
+
+class PoolList(_View):
+    """All pools, in the order in which they are asked."""
+
+    items: tuple[PoolView, ...]
 
 
 class DrainRequest(_View):

@@ -8,8 +8,8 @@ it by ``pread``, because a mapped page of a file that the rank has cut would kil
     24     how many steps there will be, as a script says       one 8-byte slot
     64     snapshot A: sequence number, fields, checksum        all slots 8 bytes, aligned
     1088   snapshot B: the same
-    4096   ring of the last 256 steps, each 64 bytes: step, six figures, checksum
-    20480  for each group a ring of the last 192 arrivals, each 24 bytes: number, clock, check
+    4096   ring of the last 256 steps, each 80 bytes: step, six figures, memory, clock, checksum
+    24576  for each group a ring of the last 192 arrivals, each 24 bytes: number, clock, check
 
 An arrival is the moment at which the rank issued a collective: its number in the group and the
 node's monotonic clock. The clocks of the ranks of one node are one clock, so whoever reads two
@@ -42,14 +42,14 @@ MAX_GROUPS: Final = 8
 MAX_STEP: Final = 999_999_999
 """The last step that the id of a checkpoint can name."""
 _MAGIC: Final = 0x4D4C424F41524431
-_VERSION: Final = 3
+_VERSION: Final = 4
 _PULSE: Final = 16
 _ALL_STEPS: Final = 24
 _NEW_FILE: Final = 0o666  # less the umask
 _SLOTS: Final = (64, 1088)
 _RING: Final = 4096
 _RING_LENGTH: Final = 256
-_ARRIVALS: Final = 20_480
+_ARRIVALS: Final = 24_576
 ARRIVALS_KEPT: Final = 192
 _NO_UNIT: Final = -1
 # Places of a record's fields, its sequence number being the first.
@@ -61,9 +61,9 @@ _COUNTERS: Final = 11
 
 _HEADER: Final = struct.Struct("<QQ")
 _SNAPSHOT: Final = struct.Struct("<Qqqqqqqqddd" + "qq" * MAX_GROUPS)
-_STEP: Final = struct.Struct("<qdddddd")
+_STEP: Final = struct.Struct("<qddddddqq")
 _CHECKSUM: Final = struct.Struct("<Q")
-_RING_SLOT: Final = struct.Struct("<q48xQ")
+_RING_SLOT: Final = struct.Struct("<q64xQ")
 _ARRIVAL: Final = struct.Struct("<qqq")
 _CLOCK: Final = struct.Struct("<q")
 _PHASES: Final = frozenset(map(int, RankPhase))
@@ -80,6 +80,7 @@ class BoardStep:
 
     ``data_wait_s`` of ``step_time_s`` were spent waiting for the rank's share of the data. ``of``: how
     many steps there will be; 0: only the spec says it, or nobody. It is that of the newest step.
+    ``memory_bytes``: what the rank held then. ``ended_ms``: the node's wall clock then; 0: not known.
     """
 
     step: int
@@ -89,6 +90,8 @@ class BoardStep:
     tokens_per_s: float
     step_time_s: float
     data_wait_s: float = math.nan
+    memory_bytes: int = 0
+    ended_ms: int = 0
     of: int = 0
 
 
@@ -197,9 +200,7 @@ class BoardWriter:
         """Store the pulse; from any one thread."""
         _CLOCK.pack_into(self._memory, _PULSE, now_ns)
 
-    def finish_step(
-        self, step: BoardStep, *, memory_bytes: int, now_ns: int, peak_bytes: int = 0
-    ) -> None:
+    def finish_step(self, step: BoardStep, *, now_ns: int, peak_bytes: int = 0) -> None:
         """Publish a finished step: in the ring, and in the snapshot."""
         record = _STEP.pack(
             step.step,
@@ -210,6 +211,8 @@ class BoardWriter:
             step.step_time_s,
             # Zero is no figure: so wrote ranks that did not measure it.
             0.0 if math.isnan(step.data_wait_s) else step.data_wait_s,
+            step.memory_bytes,
+            step.ended_ms,
         )
         _CLOCK.pack_into(self._memory, _ALL_STEPS, step.of)
         _store(self._memory, _ring_offset(step.step), record)
@@ -220,7 +223,7 @@ class BoardWriter:
                 loss=step.loss,
                 tokens_per_s=step.tokens_per_s,
                 step_time_s=step.step_time_s,
-                memory_bytes=memory_bytes,
+                memory_bytes=step.memory_bytes,
                 peak_bytes=peak_bytes,
                 stored_ns=now_ns,
             )

@@ -12,6 +12,7 @@ from services.contract.messages.rank_pipe import LossUnit, ThroughputUnit
 from services.contract.storage.job_cards import JobCard
 from services.contract.storage.manifests import DamagedRecord, Manifest, ShardFile
 from services.contract.words.bounds import (
+    Addresses,
     AtMostOnePerRank,
     Baselines,
     Digest,
@@ -44,6 +45,7 @@ class Inventory(Message):
     """The resources of a node. ``cpu_slots`` is how many CPU ranks it runs at a time.
 
     ``storage_id``: the name that the storage of checkpoints has for all nodes that share it; None: unknown.
+    ``storage_fault``: why no job could use it when the agent started, as far as that was tried.
     """
 
     hostname: Name
@@ -53,6 +55,7 @@ class Inventory(Message):
     accelerators: Annotated[tuple[Device, ...], AtMostOnePerRank] = ()
     versions: Versions = Field(default_factory=dict)
     storage_id: Name | None = None
+    storage_fault: Text | None = None
 
 
 class RunningGang(OfAttempt):
@@ -77,6 +80,15 @@ class NodeJoined(Message):
     gangs: Annotated[tuple[RunningGang, ...], AtMostOnePerRank] = ()
 
 
+class NodeLeaving(Message):
+    """An agent was told to stop: it takes no more gangs, and leaves once it has none, or after ``grace_s``."""
+
+    kind: Literal["node_leaving"] = "node_leaving"
+    node_id: NodeId
+    incarnation: Incarnation
+    grace_s: float = Field(ge=0, le=_LONGEST_S)
+
+
 class NodeLeft(Message):
     """An agent stops of its own will: it takes no more commands and is ending its ranks."""
 
@@ -93,11 +105,13 @@ class GangLaunched(_GangFact):
     """All ranks of the attempt on this node are spawned: ``pids`` by rank.
 
     ``store``: where rank 0 listens for the others; None from nodes without rank 0.
+    ``addresses``: of the interface by which its ranks connect to those of other nodes.
     """
 
     kind: Literal["gang_launched"] = "gang_launched"
     pids: Annotated[dict[int, int], AtMostOnePerRank]
     store: Address | None = None
+    addresses: Addresses = ()
 
 
 class LaunchRefused(_GangFact):
@@ -355,6 +369,27 @@ class RankExit(Message):
     traceback: Traceback | None = None
 
 
+class ReplicaReady(_GangFact):
+    """All ranks of a replica have built their models and wait to be told who takes part.
+
+    ``life`` counts its launches in this attempt, from 1. ``store``: where its first rank listens.
+    """
+
+    kind: Literal["replica_ready"] = "replica_ready"
+    replica: int = Field(ge=0)
+    life: int = Field(ge=1)
+    store: Address
+
+
+class ReplicaLost(_GangFact):
+    """No rank of this life of a replica lives any more, and other ranks of the attempt may."""
+
+    kind: Literal["replica_lost"] = "replica_lost"
+    replica: int = Field(ge=0)
+    life: int = Field(ge=1)
+    exits: Annotated[tuple[RankExit, ...], AtMostOnePerRank] = ()
+
+
 class GangDiagnosed(_GangFact):
     """What the agent found when it was asked to look into its ranks."""
 
@@ -382,6 +417,7 @@ class GangEnded(_GangFact):
 
 Fact = Annotated[
     NodeJoined
+    | NodeLeaving
     | NodeLeft
     | GangLaunched
     | LaunchRefused
@@ -405,6 +441,8 @@ Fact = Annotated[
     | RecordsClosed
     | JobPurged
     | Evaluated
+    | ReplicaReady
+    | ReplicaLost
     | GangDiagnosed
     | GangEnded
     | ModelProbed

@@ -93,6 +93,14 @@ class StepRecord(Message):
         le=MOST_SECONDS,
         description="of step_time_s, what rank 0 waited for its data",
     )
+    memory_bytes: int | None = Field(
+        default=None,
+        ge=0,
+        description="the most that a rank on the node of rank 0 held after the step, as of a sample",
+    )
+    time_ms: int | None = Field(
+        default=None, ge=0, description="when rank 0 ended the step, by the clock of its node"
+    )
     of: int | None = Field(
         default=None, ge=1, description="how many steps there will be, as the job's script says"
     )

@@ -1,25 +1,35 @@
 """Where Redis is and how it is trusted, as one URL."""
 
 from pathlib import Path
-from urllib.parse import urlencode, urlsplit, urlunsplit
+from urllib.parse import quote, urlencode, urlsplit, urlunsplit
 
 _TLS = "rediss"
+_UNTRUSTED = "CERTIFICATE_VERIFY_FAILED"
 
 
 def redis_address(
-    url: str, *, ca: Path | None = None, cert: Path | None = None, key: Path | None = None
+    url: str,
+    *,
+    password: str | None = None,
+    ca: Path | None = None,
+    cert: Path | None = None,
+    key: Path | None = None,
 ) -> str:
-    """``url`` with the files of TLS in it, as redis-py reads them.
+    """``url`` with the password and the files of TLS in it, as redis-py reads them.
 
     Args:
         url: ``rediss://[user[:password]@]host[:port]/[db]`` for TLS; others take no files.
+        password: The user's, of any characters; None: it stands in ``url``, if there is one.
         ca: Certificates of the authorities that may have signed the server's; None: the system's.
         cert: This process's own certificate, where the server wants one.
         key: Its key; None: it stands in ``cert``.
 
     Raises:
-        ValueError: There are files, and the URL is none of TLS; or a key without a certificate.
+        ValueError: There are files, and the URL is none of TLS; or a key without a certificate; or
+            ``password`` is given and the URL has one, too.
     """
+    if password is not None:
+        url = _with_password(url, password)
     files = {"ssl_ca_certs": ca, "ssl_certfile": cert, "ssl_keyfile": key}
     given = {name: str(path) for name, path in files.items() if path is not None}
     if not given:
@@ -31,3 +41,25 @@ def redis_address(
         raise ValueError("MESHLOOM_REDIS_KEY: a key needs its certificate: set MESHLOOM_REDIS_CERT")
     query = "&".join(part for part in (parts.query, urlencode(given)) if part)
     return urlunsplit(parts._replace(query=query))
+
+
+def with_advice(error: str) -> str:
+    """What a connection to Redis failed with, and what to do where its certificate is not trusted."""
+    if _UNTRUSTED not in error:
+        return error
+    return (
+        f"{error.rstrip('.')}; set MESHLOOM_REDIS_CA to the file of the authority that signed Redis's certificate, and "
+        "name Redis in MESHLOOM_REDIS_URL as the certificate does"
+    )
+
+
+def _with_password(url: str, password: str) -> str:
+    parts = urlsplit(url)
+    if parts.password is not None:
+        raise ValueError(
+            "MESHLOOM_REDIS_URL has a password, and MESHLOOM_REDIS_PASSWORD or its file is set, too: "
+            "leave one of them out"
+        )
+    host = parts.netloc.rpartition("@")[2]
+    user = f"{parts.username or ''}:{quote(password, safe='')}"
+    return urlunsplit(parts._replace(netloc=f"{user}@{host}"))

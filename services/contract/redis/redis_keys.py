@@ -29,6 +29,7 @@
 | ``ml:nodes:draining`` | hash: node id to Drain JSON | until it is undrained |
 | ``ml:nodes:measured`` | hash: ``<node id>/<device type>`` to Measurement JSON | with the node |
 | ``ml:reservations`` | hash: reservation id to Reservation JSON | until its nodes are given back |
+| ``ml:reservations:ended`` | list: Reservation JSON, the newest first | permanent, trimmed to 100 |
 | ``ml:node:<id>:measuring:<device type>`` | string: that it was asked to | TTL 60 s |
 | ``ml:node:<id>:lease`` | string: incarnation | TTL, renewed by the agent's beat |
 | ``ml:node:<id>:beat`` | hash: ``incarnation``, ``number`` of the last beat applied | with the node |
@@ -73,6 +74,7 @@ NODES: Final = "ml:nodes"
 DRAINING_NODES: Final = "ml:nodes:draining"
 MEASURED_NODES: Final = "ml:nodes:measured"
 RESERVATIONS: Final = "ml:reservations"
+ENDED_RESERVATIONS: Final = "ml:reservations:ended"
 PLANS: Final = "ml:plans"
 FACTS: Final = "ml:facts"
 # Agents add to a list, for a user of Redis may be allowed RPUSH and nothing else: XADD also trims, and

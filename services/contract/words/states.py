@@ -55,6 +55,7 @@ class FailureClass(StrEnum):
     DATA_STALL = "data_stall"
     NAN = "nan"
     NODE_LOST = "node_lost"
+    NETWORK = "network"
     KILLED_BY_OPERATOR = "killed_by_operator"
     USER_ERROR = "user_error"
     HANG = "hang"
@@ -133,10 +134,18 @@ class ReservationState(StrEnum):
     """What is wanted of nodes of a pool, and how far that is.
 
     REQUESTED: the pool is to be asked. PROVISIONING: it was asked; not all nodes have joined. READY: all
-    have. RELEASING: they are to be given back.
+    have. RELEASING: they are to be given back. RELEASED: they were. LOST: so were they, after the pool had
+    taken them back, or one of them was lost.
     """
 
     REQUESTED = "REQUESTED"
     PROVISIONING = "PROVISIONING"
     READY = "READY"
     RELEASING = "RELEASING"
+    RELEASED = "RELEASED"
+    LOST = "LOST"
+
+    @property
+    def is_over(self) -> bool:
+        """Whether its nodes are gone."""
+        return self in {ReservationState.RELEASED, ReservationState.LOST}

@@ -3,7 +3,8 @@
 import asyncio
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
 from typing import Final
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
@@ -25,10 +26,16 @@ class Monitor:
     """The controller's figures, in a registry of their own.
 
     Args:
+        silent_pools: Why pools do not answer this controller, by name; read at each count.
         now: A clock that never goes back, in seconds.
     """
 
-    def __init__(self, now: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self,
+        silent_pools: Mapping[str, str] = MappingProxyType({}),
+        now: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._silent_pools = silent_pools
         self._now = now
         self._turn = asyncio.Lock()
         self._counted_at = -math.inf
@@ -61,6 +68,23 @@ class Monitor:
         self._slots = self._gauge("meshloom_slots", "Slots of nodes that live", "device")
         self._slots_free = self._gauge(
             "meshloom_slots_free", "Slots that a gang could have now", "device"
+        )
+        self._pool_reservations = self._gauge(
+            "meshloom_pool_reservations", "Reservations of a pool by state", "pool", "state"
+        )
+        self._pool_nodes = self._gauge(
+            "meshloom_pool_nodes",
+            "Nodes of a pool by the state of their reservation",
+            "pool",
+            "state",
+        )
+        self._pool_most_nodes = self._gauge(
+            "meshloom_pool_max_nodes", "Nodes that a pool may have at a time", "pool"
+        )
+        self._pool_silent = self._gauge(
+            "meshloom_pool_silent",
+            "1 while a pool does not answer the controller that leads",
+            "pool",
         )
         self._leading = self._gauge("meshloom_leading", "1 while this controller leads")
         self._looks = Histogram(
@@ -133,3 +157,9 @@ class Monitor:
         for device in figures.slots:
             self._slots.labels(device).set(figures.slots[device])
             self._slots_free.labels(device).set(figures.slots_free[device])
+        for pool in figures.pools:
+            for name, count in pool.reservations.items():
+                self._pool_reservations.labels(pool.name, name).set(count)
+                self._pool_nodes.labels(pool.name, name).set(pool.nodes[name])
+            self._pool_most_nodes.labels(pool.name).set(pool.max_nodes)
+            self._pool_silent.labels(pool.name).set(pool.name in self._silent_pools)

@@ -2,10 +2,13 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Final, Protocol
 
 from services.contract.words.ids import NodeId
 from services.controller.domain.scheduling.reservations import PoolLimits, Reservation, Sighting
+
+ENDED_KEPT: Final = 100
+"""So many reservations that ended are remembered, of all pools together."""
 
 
 class PoolError(Exception):
@@ -81,7 +84,7 @@ class RunnablePool:
 
 
 class ReservationStore(Protocol):
-    """The records of all reservations that have not been given back."""
+    """The records of all reservations that have not been given back, and of the last that were."""
 
     async def reservations(self) -> list[Reservation]:
         """All of them, by id."""
@@ -96,8 +99,12 @@ class ReservationStore(Protocol):
         """
         ...
 
-    async def remove(self, reservation: Reservation, epoch: int) -> None:
-        """Remove a record, as it was read.
+    async def ended(self) -> list[Reservation]:
+        """The last that were given back or lost, the newest first; ``ENDED_KEPT`` at most."""
+        ...
+
+    async def end(self, reservation: Reservation, now_ms: int, epoch: int) -> None:
+        """Move a record, as it was read, to those that ended.
 
         Raises:
             DeposedError: ``epoch`` is not the present one.

@@ -6,17 +6,29 @@ from dataclasses import dataclass, field
 from typing import Final
 
 from services.contract.messages.telemetry import RankSample
-from services.contract.words.states import JobState, RankPhase
+from services.contract.words.states import JobState, RankPhase, ReservationState
 from services.controller.domain.job.job import Job
 from services.controller.domain.scheduling.queue import in_order
+from services.controller.domain.scheduling.reservations import PoolLimits, Reservation
 from services.controller.ports.coordination import Ports
 from services.controller.use_cases.progress import measure
 from services.controller.use_cases.queue import waits_since_ms
-from services.controller.use_cases.waiting import current_usages
+from services.controller.use_cases.waiting import current_usages, reservations_now
 
 MOST_JOBS: Final = 100
 """So many running jobs have series of their own, the newest ones: their number must stay bounded."""
 _STEPS: Final = 4
+_LIVE: Final = tuple(state.value for state in ReservationState if not state.is_over)
+
+
+@dataclass(frozen=True)
+class PoolFigures:
+    """Reservations of a pool that have not ended, and their nodes, by the reservation's state."""
+
+    name: str
+    max_nodes: int
+    reservations: dict[str, int]
+    nodes: dict[str, int]
 
 
 @dataclass(frozen=True)
@@ -30,6 +42,7 @@ class ClusterFigures:
     nodes: dict[str, int]
     slots: dict[str, int]
     slots_free: dict[str, int]
+    pools: tuple[PoolFigures, ...]
 
 
 @dataclass(frozen=True)
@@ -72,6 +85,7 @@ async def cluster_figures(ports: Ports) -> ClusterFigures:
         nodes=dict(Counter(usage.node.shown_state.value for usage in usages)),
         slots={device: sum(u.capacity(device) for u in usages) for device in ("cpu", "cuda")},
         slots_free={device: sum(u.free(device) for u in usages) for device in ("cpu", "cuda")},
+        pools=_pool_figures(ports.pools, await reservations_now(ports)),
     )
 
 
@@ -108,6 +122,20 @@ async def job_figures(ports: Ports) -> tuple[Sequence[JobFigures], int]:
             )
         )
     return figures, len(running) - len(chosen)
+
+
+def _pool_figures(
+    pools: Sequence[PoolLimits], reservations: Sequence[Reservation]
+) -> tuple[PoolFigures, ...]:
+    figures = []
+    for pool in pools:
+        counts, nodes = dict.fromkeys(_LIVE, 0), dict.fromkeys(_LIVE, 0)
+        for each in reservations:
+            if each.pool == pool.name:
+                counts[each.state] += 1
+                nodes[each.state] += len(each.node_ids)
+        figures.append(PoolFigures(pool.name, pool.max_nodes, counts, nodes))
+    return tuple(figures)
 
 
 def _runs(job: Job) -> bool:

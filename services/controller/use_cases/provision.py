@@ -6,7 +6,7 @@ the next one's begin with what the pool says.
 """
 
 import contextlib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import structlog
@@ -126,7 +126,7 @@ class Provisioning:
             await self._ports.reservations.put(after, self._epoch, reservation)
         except StaleWriteError:  # its pool was heard of meanwhile: reviewed again at the next look
             return reservation
-        _log.info("reservation_reviewed", id=after.id, state=after.state, reason=after.reason)
+        _log.info("reservation_reviewed", id=after.id, state=after.state, reason=after.why)
         return after
 
     def _note_idle(self, moment: Moment) -> None:
@@ -215,7 +215,8 @@ class PoolRounds:
                 if said is not None and said.is_held:
                     await self._pool.release(after.id)
                 else:
-                    await self._remove(after)
+                    others = {n for each in known if each.id != after.id for n in each.node_ids}
+                    await self._end(after, others, now_ms)
 
     async def _provision(self, reservation: Reservation) -> None:
         agents = {name: self._agents[name] for name in reservation.node_ids if name in self._agents}
@@ -230,13 +231,18 @@ class PoolRounds:
                 after = reservation.model_copy(update={"state": ReservationState.PROVISIONING})
         await self._ports.reservations.put(after, self._epoch, reservation)
 
-    async def _remove(self, reservation: Reservation) -> None:
-        """Remove the records of nodes that are gone, and of their reservation once all are."""
-        leases = await self._ports.nodes.leases(reservation.node_ids)
-        if leases:
+    async def _end(
+        self, reservation: Reservation, of_others: Collection[NodeId], now_ms: int
+    ) -> None:
+        """Remove the records of nodes that are gone, and of their reservation once all are.
+
+        Nodes that another reservation names, too, are that one's.
+        """
+        own = [node_id for node_id in reservation.node_ids if node_id not in of_others]
+        if await self._ports.nodes.leases(own):
             return  # for a few seconds: their names are given to other nodes only then
         for node in await self._ports.nodes.nodes():
-            if node.id in reservation.node_ids:
+            if node.id in own:
                 await self._ports.nodes.forget(node, self._epoch)
-        await self._ports.reservations.remove(reservation, self._epoch)
-        _log.info("reservation_removed", id=reservation.id, reason=reservation.reason)
+        await self._ports.reservations.end(reservation, now_ms, self._epoch)
+        _log.info("reservation_ended", id=reservation.id, reason=reservation.why)

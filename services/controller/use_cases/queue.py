@@ -1,8 +1,17 @@
-"""The queue and the room there is; nodes that are to be emptied."""
+"""The queue, the room there is, and pools; nodes that are to be emptied."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Final
 
-from services.contract.api.queue import CapacityView, NodeCapacity, QueueEntry, QueueView
+from services.contract.api.queue import (
+    CapacityView,
+    NodeCapacity,
+    PoolList,
+    PoolView,
+    QueueEntry,
+    QueueView,
+    ReservationView,
+)
 from services.contract.api.views import NodeView
 from services.contract.words.states import NodeState
 from services.controller.domain.errors import StaleWriteError, StateConflictError, no_node
@@ -10,7 +19,7 @@ from services.controller.domain.job.job import Job
 from services.controller.domain.scheduling.node import Drain
 from services.controller.domain.scheduling.placement import NodeUsage
 from services.controller.domain.scheduling.queue import Preempt, Turn, Waiting, in_order
-from services.controller.domain.scheduling.reservations import Reservation
+from services.controller.domain.scheduling.reservations import PoolLimits, Reservation
 from services.controller.ports.coordination import Ports
 from services.controller.use_cases.inspect import get_node
 from services.controller.use_cases.present import maybe_moment, moment
@@ -20,6 +29,8 @@ from services.controller.use_cases.waiting import (
     reservations_now,
     turns_now,
 )
+
+_ENDED_SHOWN: Final = 5
 
 
 async def get_queue(ports: Ports) -> QueueView:
@@ -49,6 +60,28 @@ async def get_capacity(ports: Ports) -> CapacityView:
         accelerators_free=sum(n.accelerators_free for n in nodes),
         largest_cpu_gang=max((n.cpu_slots_free for n in nodes), default=0),
         largest_cuda_gang=max((n.accelerators_free for n in nodes), default=0),
+    )
+
+
+async def list_pools(ports: Ports, silent: Mapping[str, str]) -> PoolList:
+    """All pools, in the order in which they are asked, with their newest reservations that ended.
+
+    Args:
+        ports: The world.
+        silent: Why pools do not answer, by name.
+    """
+    known = await reservations_now(ports)
+    ended = await ports.reservations.ended() if ports.pools else ()
+    return PoolList(
+        items=tuple(
+            _pool(
+                pool,
+                [r for r in known if r.pool == pool.name],
+                [r for r in ended if r.pool == pool.name][:_ENDED_SHOWN],
+                silent.get(pool.name),
+            )
+            for pool in ports.pools
+        )
     )
 
 
@@ -137,4 +170,37 @@ def _capacity(usage: NodeUsage) -> NodeCapacity:
         cpu_slots_free=usage.free("cpu"),
         accelerators=usage.capacity("cuda"),
         accelerators_free=usage.free("cuda"),
+    )
+
+
+def _pool(
+    limits: PoolLimits,
+    reservations: Sequence[Reservation],
+    ended: Sequence[Reservation],
+    trouble: str | None,
+) -> PoolView:
+    return PoolView(
+        name=limits.name,
+        kind=limits.kind,
+        max_nodes=limits.max_nodes,
+        cpu_slots=limits.cpu_slots,
+        accelerators=limits.accelerators,
+        ready_timeout_s=limits.ready_timeout_s,
+        idle_timeout_s=limits.idle_timeout_s,
+        trouble=trouble,
+        reservations=tuple(map(_reservation, reservations)),
+        ended=tuple(map(_reservation, ended)),
+    )
+
+
+def _reservation(reservation: Reservation) -> ReservationView:
+    return ReservationView(
+        id=reservation.id,
+        state=reservation.state,
+        node_ids=reservation.node_ids,
+        job_id=reservation.job_id,
+        reason=reservation.why,
+        requested_at=moment(reservation.requested_ms),
+        ready_at=maybe_moment(reservation.ready_ms),
+        ended_at=maybe_moment(reservation.ended_ms),
     )

@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import secrets
+from dataclasses import dataclass
 from typing import Final
 
 import structlog
@@ -10,10 +11,11 @@ from redis.asyncio import Redis
 
 from services.contract.messages.facts import Inventory
 from services.contract.messages.warm_channel import NODE_MARK
+from services.worker.agent.departure import Commits, empty_node
 from services.worker.agent.gangs.leftovers import Leftover, find_leftovers, forget_leftovers
 from services.worker.agent.host.devices import take_inventory
 from services.worker.agent.host.folders import NodeFolder
-from services.worker.agent.host.network import Network, find_network
+from services.worker.agent.host.network import Network, NoRouteError, find_network
 from services.worker.agent.host.processes import sweep
 from services.worker.agent.host.reserve import take_reserve
 from services.worker.agent.host.sentinel_keeper import SentinelKeeper
@@ -28,17 +30,18 @@ from services.worker.agent.ranks.warm_keeper import WarmKeeper
 from services.worker.agent.session import LeaseTakenError, Life, Session
 from services.worker.agent.settings import AgentSettings, rank_environment, sentinel_environment
 from services.worker.agent.storage.exporter import Exporter
-from services.worker.agent.storage.identity import storage_identity
 from services.worker.agent.storage.job_storage import Storage
 from services.worker.agent.storage.journal import Journal
 from services.worker.agent.storage.records import RecordKeeper
 from services.worker.agent.storage.rounds import Holdings, StorageRounds
+from services.worker.agent.storage.shared_files import SharedFiles, shared_files
 from services.worker.agent.streams.inbox import Inbox
 from services.worker.agent.streams.outbox import Outbox
 from services.worker.agent.streams.redis_clients import REDIS_AWAY, waiting_client, writing_client
 from services.worker.agent.supervisor import Supervisor
 
 _ENTERED_BY_OTHERS: Final = 0o711
+_LOOKS_FOR_A_WAY_EVERY_S: Final = 0.5
 _RANKS_GONE_WITHIN_S: Final = 5.0
 _TOLD_WITHIN_S: Final = 2.0
 _log = structlog.get_logger()
@@ -49,6 +52,7 @@ async def run_agent(settings: AgentSettings, stop: asyncio.Event) -> None:
 
     Raises:
         NodeBusyError: Another agent works in the node's folder.
+        NetworkError: The node has no such interface or address as the settings name.
         LeaseTakenError: Another agent elsewhere has the node id.
     """
     take_reserve()
@@ -58,14 +62,19 @@ async def run_agent(settings: AgentSettings, stop: asyncio.Event) -> None:
             settings.home.chmod(_ENTERED_BY_OTHERS)
         leftovers = await asyncio.to_thread(find_leftovers, folder, settings.node_id)
         await asyncio.to_thread(forget_drafts, folder.code)
-        storage_id = await asyncio.to_thread(storage_identity, settings.checkpoint_root)
-        inventory = await asyncio.to_thread(take_inventory, settings.cpu_slots, storage_id)
-        network = await asyncio.to_thread(find_network, settings.address, settings.redis_url)
+        files = shared_files(
+            settings.checkpoint_root, settings.checkpoint_folder, settings.most_copies_bytes
+        )
+        inventory = await asyncio.to_thread(_look_over, settings.cpu_slots, files)
+        network = await _network(settings, stop)
+        if network is None:
+            return
         async with (
             writing_client(settings.redis_address) as writing,
             waiting_client(settings.redis_address) as waiting,
         ):
-            agent = Agent(settings, folder, inventory, network, writing, waiting)
+            redis = Connections(writing, waiting)
+            agent = Agent(settings, files, folder, inventory, network, redis)
             try:
                 await agent.serve(leftovers, stop)
             except* LeaseTakenError as taken:
@@ -76,19 +85,58 @@ async def run_agent(settings: AgentSettings, stop: asyncio.Event) -> None:
                 folder.remove_board_root()
 
 
+def _look_over(cpu_slots: int, files: SharedFiles) -> Inventory:
+    files.forget_copies()
+    return take_inventory(cpu_slots, files.identity(), files.fault())
+
+
+@dataclass(frozen=True)
+class Connections:
+    """To Redis: one that commands do not block, one that waits for commands."""
+
+    writing: Redis
+    waiting: Redis
+
+
+async def _network(settings: AgentSettings, stop: asyncio.Event) -> Network | None:
+    """Where other nodes reach this one; waits for a way to Redis. None: ``stop`` was set first.
+
+    A node whose network comes up after its agent must not give others an address of loopback for good.
+    """
+    is_told = False
+    while not stop.is_set():
+        try:
+            found = await asyncio.to_thread(
+                find_network, settings.interface, settings.address, settings.redis_url
+            )
+        except NoRouteError as error:
+            if not is_told:
+                _log.warning("no_network", why=str(error))
+            is_told = True
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(_LOOKS_FOR_A_WAY_EVERY_S):
+                    await stop.wait()
+        else:
+            _log.info("network", address=found.address, interface=found.interface)
+            return found
+    return None
+
+
 class Agent:
     """All parts of one life of an agent, put together."""
 
     def __init__(
         self,
         settings: AgentSettings,
+        files: SharedFiles,
         folder: NodeFolder,
         inventory: Inventory,
         network: Network,
-        writing: Redis,
-        waiting: Redis,
+        redis: Connections,
     ) -> None:
+        writing, waiting = redis.writing, redis.waiting
         node_id = settings.node_id
+        self._grace_s = settings.stop_grace_s
         self._incarnation = secrets.token_hex(8)
         # Of this life alone: a sentinel that is slow must not end what the next agent starts.
         mark = f"{folder.mark}/{self._incarnation}"
@@ -103,18 +151,19 @@ class Agent:
             settings.rank_user,
         )
         self._warm = WarmKeeper(imported, mark, folder)
-        storage = Storage(settings.checkpoint_root, node_id, settings.ranks_are)
+        storage = Storage(files, node_id, settings.ranks_are)
         runner = ProgramRunner(imported, folder.path)
-        codes = CodeCache(writing, folder.code, settings.checkpoint_root, settings.ranks_are)
-        self._journal = Journal(settings.checkpoint_root, f"{node_id}.{self._incarnation}")
+        codes = CodeCache(writing, folder.code, files, settings.ranks_are)
+        self._journal = Journal(files, f"{node_id}.{self._incarnation}")
         node_commands = NodeCommands(
             node_id,
             storage,
-            Exporter(settings.checkpoint_root, node_id, sentinel_environment() | {NODE_MARK: mark}),
+            Exporter(storage, node_id, sentinel_environment() | {NODE_MARK: mark}),
             Prober(node_id, settings.admission, runner, codes),
             SelfTest(folder, node_id, self._incarnation, inventory, runner, self._warm.settled),
-            RecordKeeper(writing, node_id, settings.checkpoint_root, self._journal),
+            RecordKeeper(writing, node_id, files, self._journal),
         )
+        self._commits = Commits(self._outbox.tell)
         self._supervisor = Supervisor(
             node_id,
             folder,
@@ -122,13 +171,13 @@ class Agent:
             node_commands,
             Launcher(
                 node_id,
-                network.address,
-                settings.checkpoint_root,
+                network,
+                files.root,
                 self._warm,
                 settings.admission,
                 codes,
             ),
-            self._outbox.tell,
+            self._commits.tell,
         )
         self._session = Session(
             writing,
@@ -175,6 +224,7 @@ class Agent:
                 ]
                 reading = group.create_task(self._inbox.run())
                 await stopping
+                await empty_node(self._session, self._supervisor, self._commits, self._grace_s)
                 reading.cancel()
                 await self._wind_down()
             joining.cancel()

@@ -11,9 +11,10 @@ from pydantic import ValidationError
 from redis.asyncio import Redis
 from redis.exceptions import NoPermissionError
 
-from services.contract.messages.facts import Fact, Inventory, NodeJoined, NodeLeft
+from services.contract.messages.facts import Fact, Inventory, NodeJoined, NodeLeaving, NodeLeft
 from services.contract.messages.telemetry import StepRecord
 from services.contract.redis import redis_keys
+from services.contract.redis.redis_address import with_advice
 from services.contract.system.cancellation import end_if_told
 from services.worker.agent.storage.journal import Journal
 from services.worker.agent.streams.redis_clients import REDIS_AWAY, RULES_ARE_OLD, while_away
@@ -172,6 +173,12 @@ class Session:
                 async with asyncio.timeout(_IDLE_BEAT_S if self._supervisor.is_idle else BEAT_S):
                     await urgent.wait()
 
+    def set_out(self, grace_s: float) -> None:
+        """Tell that this agent is to go, and has so many seconds for its gangs to move elsewhere."""
+        self._tell(
+            NodeLeaving(node_id=self._node_id, incarnation=self._incarnation, grace_s=grace_s)
+        )
+
     def leave(self) -> None:
         """Tell that this agent goes of its own will, its ranks gone."""
         self._tell(NodeLeft(node_id=self._node_id, incarnation=self._incarnation))
@@ -245,7 +252,7 @@ class Session:
     def _lost(self, why: str) -> None:
         if self._connected:
             self._connected = False
-            _log.warning("redis_unreachable", why=why)
+            _log.warning("redis_unreachable", why=with_advice(why))
 
 
 def _merged(held: Sequence[Records], taken: Sequence[Records]) -> list[Records]:

@@ -6,18 +6,26 @@ import socket
 from pathlib import Path
 from typing import Annotated, Final, Self
 
-from pydantic import Field, ValidationInfo, field_validator, model_validator
+from pydantic import (
+    BeforeValidator,
+    Field,
+    SecretStr,
+    ValidationInfo,
+    field_validator,
+    model_validator,
+)
 from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict
 
 from services.contract.jobs.entry_points import entry_points
 from services.contract.messages.warm_channel import NODE_MARK
 from services.contract.redis.redis_address import redis_address
+from services.contract.storage.storage_address import BucketAddress, storage_address
 from services.contract.system.rank_user import RankUser
+from services.contract.system.secret_files import with_secret_files
 from services.contract.words.ids import NodeId
 from services.worker.agent.ranks.admission import Admission
 
 _OURS: Final = "MESHLOOM_"
-_INTERFACE_NAMES: Final = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
 _PASSED_ON: Final = frozenset(
     {
         *("PATH", "HOME", "USER", "LOGNAME", "SHELL", "LANG", "LANGUAGE", "TZ", "TMPDIR"),
@@ -57,6 +65,13 @@ class AgentSettings(BaseSettings):
         default=None, description="File with the client certificate for Redis."
     )
     redis_key: Path | None = Field(default=None, description="File with that certificate's key.")
+    redis_password: SecretStr | None = Field(
+        default=None,
+        description="The password of the user in `MESHLOOM_REDIS_URL`, which then has none; of any characters.",
+    )
+    redis_password_file: Path | None = Field(
+        default=None, description="File that has it, in place of `MESHLOOM_REDIS_PASSWORD`."
+    )
     node_id: NodeId = Field(
         default_factory=_node_id_of_this_host,
         description="The node's name; unset: made of the host's name.",
@@ -65,9 +80,14 @@ class AgentSettings(BaseSettings):
         default=Path(".meshloom"),
         description="Folder of the node's files: logs of ranks, records of attempts.",
     )
-    checkpoint_root: Path = Field(
+    checkpoint_root: Annotated[Path | BucketAddress, BeforeValidator(storage_address)] = Field(
         default=Path(),
-        description="Folder of all jobs' checkpoints, which all nodes share; unset: `checkpoints` in the home folder.",
+        description="Folder of all jobs' checkpoints, which all nodes share, or `s3://BUCKET/PREFIX` ([operations](operations.md#checkpoints-in-a-bucket)); unset: `checkpoints` in the home folder.",
+    )
+    checkpoint_copies_gib: float = Field(
+        default=64.0,
+        ge=0,
+        description="GiB that copies of shards may take on this node where checkpoints lie in a bucket, beside those that ranks write or load.",
     )
     cpu_slots: int = Field(
         default_factory=lambda: max(2, os.cpu_count() or 1),
@@ -76,7 +96,11 @@ class AgentSettings(BaseSettings):
     )
     address: str | None = Field(
         default=None,
-        description="Where other nodes reach this one, for gangs over several nodes; unset: the address from which it reaches Redis.",
+        description="Where other nodes reach this one, for gangs over several nodes; unset: the first address of the interface, or the address from which it reaches Redis.",
+    )
+    interface: str | None = Field(
+        default=None,
+        description="The network interface by which ranks of this node meet those of others; unset: the one that has the address.",
     )
     user_path: Annotated[tuple[Path, ...], NoDecode] = Field(
         default=(Path(),),
@@ -111,10 +135,21 @@ class AgentSettings(BaseSettings):
         le=3600,
         description="Seconds for which the process that has imported torch waits for the next agent after a crash.",
     )
+    stop_grace_s: float = Field(
+        default=0.0,
+        ge=0,
+        le=86_400,
+        description="Seconds in which gangs write a checkpoint and move elsewhere when the agent is told to end (SIGTERM); 0: they are killed at once.",
+    )
     trainer: str = Field(
         default="services.worker.rank.loop.trainer:train",
         description="The function that each rank runs, as module:callable.",
     )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _read_secrets(cls, values: object) -> object:
+        return with_secret_files(values, "redis_password")
 
     @field_validator("home")
     @classmethod
@@ -123,7 +158,11 @@ class AgentSettings(BaseSettings):
 
     @field_validator("checkpoint_root")
     @classmethod
-    def _below_home_by_default(cls, value: Path, info: ValidationInfo) -> Path:
+    def _below_home_by_default(
+        cls, value: Path | BucketAddress, info: ValidationInfo
+    ) -> Path | BucketAddress:
+        if isinstance(value, BucketAddress):
+            return value
         if value == Path():
             return Path(info.data.get("home", Path())) / "checkpoints"
         return value.expanduser().absolute()
@@ -141,6 +180,18 @@ class AgentSettings(BaseSettings):
         return value
 
     @property
+    def checkpoint_folder(self) -> Path:
+        """Where this node has checkpoints as files: those of all nodes, or its copies of what a bucket has."""
+        if isinstance(self.checkpoint_root, BucketAddress):
+            return self.home / "copies" / self.node_id
+        return self.checkpoint_root
+
+    @property
+    def most_copies_bytes(self) -> int:
+        """Of copies of shards that a bucket has."""
+        return int(self.checkpoint_copies_gib * (1 << 30))
+
+    @property
     def ranks_are(self) -> RankUser | None:
         """The system user of ranks; None: the agent's own."""
         return None if self.rank_user is None else RankUser.named(self.rank_user)
@@ -149,7 +200,13 @@ class AgentSettings(BaseSettings):
     def redis_address(self) -> str:
         """The URL of Redis, with the files of TLS in it."""
         return redis_address(
-            self.redis_url, ca=self.redis_ca, cert=self.redis_cert, key=self.redis_key
+            self.redis_url,
+            password=None
+            if self.redis_password is None
+            else self.redis_password.get_secret_value(),
+            ca=self.redis_ca,
+            cert=self.redis_cert,
+            key=self.redis_key,
         )
 
     @model_validator(mode="after")
@@ -206,7 +263,10 @@ def rank_environment(settings: AgentSettings, mark: str, interface: str | None) 
     # rank sets the number that its seat allows.
     threads = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
     # Left alone, gloo takes what the host's name resolves to, which others may not reach.
-    network = {} if interface is None else dict.fromkeys(_INTERFACE_NAMES, interface)
+    network = {} if interface is None else {"GLOO_SOCKET_IFNAME": interface}
+    if interface is not None:
+        # Without "=", NCCL takes eth1 for the beginning of a name, such as that of eth10.
+        network["NCCL_SOCKET_IFNAME"] = f"={interface}"
     return {**network, **kept, **threads, NODE_MARK: mark}
 
 

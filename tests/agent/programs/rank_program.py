@@ -54,9 +54,15 @@ def train(*, seat: RankSeat, pipe: AgentPipe, board: BoardWriter, listen_fd: int
         threading.Event().wait(options.get("pause_s", 0.0))
         board.finish_step(
             BoardStep(
-                step, float(options.get("loss", 1 / step)), 0.1 * step, 1e-3 / 3, 1000.0, 0.01
+                step,
+                float(options.get("loss", 1 / step)),
+                0.1 * step,
+                1e-3 / 3,
+                1000.0,
+                0.01,
+                memory_bytes=4096 + seat.rank,
+                ended_ms=time.time_ns() // 1_000_000,
             ),
-            memory_bytes=4096,
             peak_bytes=1024,
             now_ns=time.monotonic_ns(),
         )

@@ -12,6 +12,7 @@ from services.controller.domain.job.effects import Send
 from services.controller.domain.scheduling.node import Drain, Lease, Measurement, Node
 from services.controller.domain.scheduling.reservations import Reservation
 from services.controller.ports.machines import Entry, Log
+from services.controller.ports.pools import ENDED_KEPT
 
 
 class MemoryNodes:
@@ -98,10 +99,16 @@ class MemoryReservations:
         self._server.reservations[reservation.id] = reservation
         await self._server.wake()
 
-    async def remove(self, reservation: Reservation, epoch: int) -> None:
-        """See ``ReservationStore.remove``."""
+    async def ended(self) -> list[Reservation]:
+        """See ``ReservationStore.ended``."""
+        return list(self._server.ended_reservations)
+
+    async def end(self, reservation: Reservation, now_ms: int, epoch: int) -> None:
+        """See ``ReservationStore.end``."""
         self._refuse(reservation.id, epoch, reservation)
         del self._server.reservations[reservation.id]
+        self._server.ended_reservations.insert(0, reservation.ended(now_ms))
+        del self._server.ended_reservations[ENDED_KEPT:]
         await self._server.wake()
 
     def _refuse(self, name: str, epoch: int, before: Reservation | None) -> None:

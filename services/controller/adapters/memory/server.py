@@ -42,6 +42,7 @@ class MemoryServer:
     drains: dict[str, Drain] = field(default_factory=dict)
     leases: dict[str, Lease] = field(default_factory=dict)
     reservations: dict[str, Reservation] = field(default_factory=dict)
+    ended_reservations: list[Reservation] = field(default_factory=list)
     inboxes: dict[str, list[str]] = field(default_factory=lambda: defaultdict(list))
     feed: list[FeedEntry] = field(default_factory=list)
     facts: list[Entry] = field(default_factory=list)

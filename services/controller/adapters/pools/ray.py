@@ -92,7 +92,8 @@ class RayPool:
                 tuple(row["node_ids"]),
                 is_held=True,
                 is_whole=row["is_whole"],
-                reason=row["reason"],
+                # What ends because it was told to is no news.
+                reason="" if row["id"] in self._told else row["reason"],
             )
             for row in rows
         ]

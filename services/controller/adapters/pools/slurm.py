@@ -31,6 +31,7 @@ _SAID_CHARACTERS: Final = 500
 _HELD: Final = frozenset(
     {"PENDING", "CONFIGURING", "RUNNING", "SUSPENDED", "REQUEUED", "RESIZING", "SIGNALING"}
 )
+_AS_ASKED: Final = frozenset({"COMPLETING", "COMPLETED", "CANCELLED"})
 _LATE_S: Final = 15.0
 """So long after its grace a batch job that was asked to end is cancelled."""
 _LIMIT_NOTICE_S: Final = 10
@@ -147,15 +148,22 @@ class SlurmPool:
     async def sightings(self) -> Sequence[Sighting]:
         """See ``NodePool.sightings``."""
         jobs = await self._jobs()
-        for number in self._asked_to_end.keys() - {job.number for job in jobs if job.is_held}:
+        for number in self._asked_to_end.keys() - {job.number for job in jobs}:
             del self._asked_to_end[number]
         # Of several of one name the first that is held speaks for all, or else the first.
         ordered = sorted(jobs, key=lambda job: (job.is_held, -job.number))
         told = {job.name: job for job in ordered}
         return [
-            Sighting(name.removeprefix(f"{self._owner}-"), job.node_ids, job.is_held, job.said)
+            Sighting(
+                name.removeprefix(f"{self._owner}-"), job.node_ids, job.is_held, self._why(job)
+            )
             for name, job in told.items()
         ]
+
+    def _why(self, job: _BatchJob) -> str:
+        """What it said, unless it ended as it was asked to."""
+        is_asked = job.number in self._asked_to_end
+        return "" if is_asked and job.state in _AS_ASKED else job.said
 
     async def close(self) -> None:
         """See ``NodePool.close``."""

@@ -30,14 +30,19 @@ return 'ok'
 PUT_RESERVATION: Final = (
     REFUSE_DEPOSED
     + """
--- KEYS: epoch, reservations; ARGV: epoch, id, record ('' removes it), the state it was read in
--- ('' where there was none), wake channel. States only go on, so one tells a record from a later one.
+-- KEYS: epoch, reservations, ended ones; ARGV: epoch, id, record, the state that it was read in ('' where
+-- there was none), wake channel, how many ended ones are kept ('' : it has not ended)
+-- States only go on, so one tells a record from a later one.
 if deposed(KEYS[1], ARGV[1]) then return 'deposed' end
 local known = redis.call('HGET', KEYS[2], ARGV[2])
 local state = known and cjson.decode(known)['state'] or ''
 if state ~= ARGV[4] then return 'stale' end
-if ARGV[3] == '' then redis.call('HDEL', KEYS[2], ARGV[2])
-else redis.call('HSET', KEYS[2], ARGV[2], ARGV[3]) end
+if ARGV[6] == '' then redis.call('HSET', KEYS[2], ARGV[2], ARGV[3])
+else
+  redis.call('HDEL', KEYS[2], ARGV[2])
+  redis.pcall('LPUSH', KEYS[3], ARGV[3])
+  redis.pcall('LTRIM', KEYS[3], 0, ARGV[6] - 1)
+end
 redis.call('PUBLISH', ARGV[5], ARGV[2])
 return 'ok'
 """

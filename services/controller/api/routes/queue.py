@@ -4,14 +4,12 @@ from http import HTTPStatus
 
 from fastapi import APIRouter, Request, Response
 
-from services.contract.api.pools import PoolList
-from services.contract.api.queue import CapacityView, DrainRequest, QueueView
+from services.contract.api.queue import CapacityView, DrainRequest, PoolList, QueueView
 from services.contract.api.views import NodeView
 from services.controller.api.conditional import answer
 from services.controller.api.context import WithContext, WithPorts
 from services.controller.api.scopes import OPERATES_NODE, READS
 from services.controller.use_cases import queue as use_cases
-from services.controller.use_cases.pool_list import list_pools
 
 router = APIRouter(prefix="/v1", tags=["queue"])
 
@@ -31,7 +29,7 @@ async def get_capacity(request: Request, ports: WithPorts) -> Response:
 @router.get("/pools", response_model=PoolList, dependencies=[READS])
 async def get_pools(request: Request, context: WithContext) -> Response:
     """The pools that bring nodes, and what is reserved of them."""
-    return answer(request, await list_pools(context.ports, context.silent_pools))
+    return answer(request, await use_cases.list_pools(context.ports, context.silent_pools))
 
 
 @router.post(

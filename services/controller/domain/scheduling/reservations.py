@@ -80,6 +80,9 @@ class Reservation(Record):
         reason: What the pool said last, or why it is given back.
         requested_ms: When it was made.
         ready_ms: When all nodes had joined.
+        is_lost: Its nodes had joined, and one was lost, or the pool took them back.
+        said: What the pool said of that.
+        ended_ms: When its nodes were gone.
     """
 
     id: str
@@ -90,10 +93,24 @@ class Reservation(Record):
     reason: str
     requested_ms: int
     ready_ms: int | None = None
+    is_lost: bool = False
+    said: str = ""
+    ended_ms: int | None = None
 
-    def released(self, reason: str) -> "Reservation":
+    def released(self, reason: str, *, is_lost: bool = False, said: str = "") -> "Reservation":
         """The same, to be given back."""
-        return self.model_copy(update={"state": ReservationState.RELEASING, "reason": reason})
+        change = {"reason": reason, "is_lost": is_lost, "said": said}
+        return self.model_copy(update={"state": ReservationState.RELEASING, **change})
+
+    def ended(self, now_ms: int) -> "Reservation":
+        """The same once its nodes are gone."""
+        state = ReservationState.LOST if self.is_lost else ReservationState.RELEASED
+        return self.model_copy(update={"state": state, "ended_ms": now_ms})
+
+    @property
+    def why(self) -> str:
+        """Its reason, with the pool's own words."""
+        return f"{self.reason}: {self.said}" if self.said else self.reason
 
 
 @dataclass(frozen=True)
@@ -112,7 +129,7 @@ class Sighting:
         id: Of the reservation.
         node_ids: The nodes that it was made for.
         is_held: Whether the pool keeps nodes for it, or still tries to.
-        reason: Why it has none yet, or none any more.
+        reason: Why it has none yet, or none any more; empty if that is because it was released.
         is_whole: Whether it has all that was asked for: not if asking was interrupted, or some of it ended.
     """
 
@@ -124,10 +141,14 @@ class Sighting:
 
 
 def reserved_nodes(reservations: Iterable[Reservation]) -> Mapping[NodeId, Reserved]:
-    """The nodes of pools, by id: until all of a reservation are there, no gang is placed on any."""
+    """The nodes of pools, by id: until all of a reservation are there, no gang is placed on any.
+
+    Two can name one node if Redis lost the record of one: the agent that came first has its lease, so the
+    reservation that is ready speaks for it.
+    """
     return {
         node_id: Reserved(each.pool, each.state == ReservationState.READY)
-        for each in reservations
+        for each in sorted(reservations, key=lambda each: each.state == ReservationState.READY)
         for node_id in each.node_ids
     }
 
@@ -175,7 +196,9 @@ def reviewed(reservation: Reservation, moment: Moment, idle_since_ms: int | None
     if limits is None or reservation.state == ReservationState.RELEASING:
         return reservation  # a pool that is no longer named cannot be asked for anything
     if reservation.state == ReservationState.READY:
-        reason = _why_given_back(reservation, limits, moment, idle_since_ms)
+        if lost := [name for name in reservation.node_ids if _is_lost(name, moment)]:
+            return reservation.released(f"{', '.join(lost)} was lost", is_lost=True)
+        reason = _why_given_back(limits, moment, idle_since_ms)
     elif all(_has_joined(reservation, name, moment) for name in reservation.node_ids):
         ready = {"state": ReservationState.READY, "reason": "", "ready_ms": moment.now_ms}
         return reservation.model_copy(update=ready)
@@ -184,12 +207,7 @@ def reviewed(reservation: Reservation, moment: Moment, idle_since_ms: int | None
     return reservation if reason is None else reservation.released(reason)
 
 
-def _why_given_back(
-    reservation: Reservation, limits: PoolLimits, moment: Moment, idle_since_ms: int | None
-) -> str | None:
-    lost = [name for name in reservation.node_ids if _is_lost(name, moment)]
-    if lost:
-        return f"{', '.join(lost)} was lost"
+def _why_given_back(limits: PoolLimits, moment: Moment, idle_since_ms: int | None) -> str | None:
     if idle_since_ms is None or not _passed(moment.now_ms, idle_since_ms, limits.idle_timeout_s):
         return None
     return f"nothing ran there for {limits.idle_timeout_s:g} s"
@@ -265,22 +283,36 @@ def seen(reservation: Reservation, sighting: Sighting | None) -> Reservation:
     One that is still to be requested may be there already: its controller ended before it said so.
     """
     if reservation.state == ReservationState.RELEASING:
-        return reservation
+        return _explained(reservation, sighting)
+    is_new = reservation.state == ReservationState.REQUESTED
     if sighting is None:
-        if reservation.state == ReservationState.REQUESTED:
-            return reservation
-        return reservation.released("the pool has no such nodes any more")
+        return reservation if is_new else _taken(reservation, "the pool has no such nodes any more")
     if not sighting.is_held:
-        return reservation.released(sighting.reason or "the pool took its nodes back")
-    known = reservation
+        return _taken(reservation, "the pool took its nodes back", sighting.reason)
     if not sighting.is_whole:
-        is_new = known.state == ReservationState.REQUESTED
-        return known if is_new else known.released(sighting.reason or "some of its nodes ended")
+        ended = "some of its nodes ended"
+        return reservation if is_new else _taken(reservation, ended, sighting.reason)
+    known = reservation
     if known.state == ReservationState.REQUESTED:
         known = known.model_copy(update={"state": ReservationState.PROVISIONING})
     if known.state == ReservationState.PROVISIONING and known.reason != sighting.reason:
         known = known.model_copy(update={"reason": sighting.reason})
     return known
+
+
+def _explained(reservation: Reservation, sighting: Sighting | None) -> Reservation:
+    """One that was lost, with what its pool says of that."""
+    said = sighting.reason if reservation.is_lost and sighting is not None else ""
+    if said in ("", reservation.said):
+        return reservation
+    return reservation.model_copy(update={"said": said})
+
+
+def _taken(reservation: Reservation, reason: str, said: str = "") -> Reservation:
+    """What its pool ended; of nodes that never joined the pool's words are all there is to say."""
+    if reservation.state == ReservationState.READY:
+        return reservation.released(reason, is_lost=True, said=said)
+    return reservation.released(said or reason)
 
 
 def found(pool: str, sighting: Sighting, now_ms: int) -> Reservation:
@@ -310,7 +342,9 @@ def _has_joined(reservation: Reservation, node_id: NodeId, moment: Moment) -> bo
 def _may_serve(reservation: Reservation, moment: Moment) -> bool:
     """Whether its nodes are still to come, or there and nobody's yet."""
     if reservation.state == ReservationState.READY:
-        return not set(reservation.node_ids) & set(moment.busy)
+        known = [moment.nodes[name] for name in reservation.node_ids if name in moment.nodes]
+        is_free = not set(reservation.node_ids) & set(moment.busy)
+        return is_free and all(node.emptying is None for node in known)
     return reservation.state in _COMING
 
 

@@ -5,7 +5,7 @@ import math
 import statistics
 import time
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final, Literal, TypeVar
 
@@ -41,6 +41,7 @@ _NAMES_COUNTED: Final = 1_024
 _LINES_PER_READ: Final = 250
 _STEPS_FOR_MEDIAN: Final = 32
 _NS: Final = 1_000_000_000
+_LAST_MS: Final = 1 << 53  # what a JSON number holds whole
 _STREAMS: Final[tuple[Literal["stdout", "stderr"], ...]] = ("stdout", "stderr")
 _log = structlog.get_logger()
 _T = TypeVar("_T")
@@ -85,8 +86,10 @@ class GangTelemetry:
         folder: AttemptFolder,
     ) -> None:
         self.faults: dict[int, str] = {}
-        self._seats = seats = crew.seats
-        self._pids = crew.pids
+        self._seats = seats = dict(crew.seats)
+        self._pids = dict(crew.pids)
+        self._speaker = 0
+        self._compares = not any(s.spec.continues_without_replicas for s in seats.values())
         self._node_id = node_id
         self._readers = dict(crew.boards)
         self._tails = {
@@ -105,6 +108,25 @@ class GangTelemetry:
         self._step_times: deque[float] = deque(maxlen=_STEPS_FOR_MEDIAN)
         self._meter = ArrivalMeter(tuple(seats))
         self._arrival_pacing = ArrivalPacing(ARRIVALS_KEPT)
+
+    def replace(self, crew: Crew) -> None:
+        """Ranks were started again: their boards are other ones, and owned from now on."""
+        self._seats |= crew.seats
+        self._pids |= crew.pids
+        for rank, board in crew.boards.items():
+            before = self._readers.pop(rank, None)
+            if before is not None:
+                before.close()
+            self._readers[rank] = board
+            self._seen.pop(rank, None)
+            self._started.discard(rank)
+
+    def speak_for(self, members: Sequence[int], replica_size: int | None) -> None:
+        """The replicas that take part: the first rank of one of them speaks for the job."""
+        if replica_size is None or not members or self._speaker // replica_size in members:
+            return
+        self._watch_steps()  # what the lost one had told
+        self._speaker = members[0] * replica_size
 
     def watch(self, ready: Mapping[int, RankReady | None]) -> dict[int, int]:
         """Take in new steps and arrivals; answer the first step of each rank that just made one.
@@ -233,22 +255,31 @@ class GangTelemetry:
 
     def _watch_steps(self) -> None:
         # The figures of a step are the same on all ranks: rank 0 speaks for the job.
-        if 0 not in self._seats:
+        speaks = self._speaker in self._seats
+        if not speaks and self._compares:
             return
-        for entry in self._ask(0, lambda board: board.steps_after(self._last_step or 0)) or ():
+        # Whoever may have to speak later knows what was told.
+        one = self._speaker if speaks else min(self._seats)
+        boards = [self._shown(rank) for rank in self._seats]
+        for entry in self._ask(one, lambda board: board.steps_after(self._last_step or 0)) or ():
+            if not speaks:
+                self._last_step = entry.step
+                continue
             # A script may report every tenth step: then that is how often its board moves.
             apart = 1 if self._last_step is None else entry.step - self._last_step
-            is_gap = apart > 1 and self._seats[0].spec.entrypoint is None
+            is_gap = apart > 1 and self._seats[one].spec.entrypoint is None
             if is_gap and not self._has_gaps:  # once: a rank can write any numbers, at any rate
                 self._has_gaps = True
                 _log.warning("steps_overwritten_before_read", after=self._last_step, at=entry.step)
             self._last_step = entry.step
             if math.isfinite(entry.step_time_s):
                 self._step_times.append(entry.step_time_s * apart)
-            self._steps.append(step_record(entry, self._seats[0].fence))
+            most = max(board.memory_bytes for board in boards)
+            self._steps.append(step_record(entry, self._seats[one].fence, most))
 
     def _watch_arrivals(self, ready: Mapping[int, RankReady | None]) -> None:
-        if len(self._seats) < 2:  # noqa: PLR2004 a comparison takes two
+        # Replicas that may be lost count their collectives by themselves, each from its own start.
+        if len(self._seats) < 2 or not self._compares:  # noqa: PLR2004 a comparison takes two
             return
         boards = [self._shown(rank) for rank in self._readers]
         issued = max((max(board.issued) for board in boards), default=0)
@@ -345,8 +376,8 @@ class GangTelemetry:
         )
 
 
-def step_record(entry: BoardStep, fence: int) -> StepRecord:
-    """A finished step as the controller reads it."""
+def step_record(entry: BoardStep, fence: int, most_memory: int = 0) -> StepRecord:
+    """A finished step as the controller reads it; ``most_memory``: what another rank may hold."""
     return StepRecord(
         step=entry.step,
         fence=fence,
@@ -356,6 +387,8 @@ def step_record(entry: BoardStep, fence: int) -> StepRecord:
         tokens_per_s=_finite(entry.tokens_per_s) or 0.0,
         step_time_s=_finite(entry.step_time_s) or 0.0,
         data_wait_s=_finite(entry.data_wait_s),
+        memory_bytes=max(entry.memory_bytes, most_memory, 0) or None,
+        time_ms=entry.ended_ms if 0 < entry.ended_ms <= _LAST_MS else None,
         of=entry.of or None,
     )
 

@@ -81,7 +81,7 @@ class BoardWatch:
         self._board.store(replace(self._board.snapshot, step=step, stored_ns=now_ns))
 
     def finish_step(self, step: BoardStep, copies: int = 0) -> None:
-        """A step and its figures are known.
+        """A step and its figures are known, but for memory and time.
 
         Args:
             step: They.
@@ -89,8 +89,7 @@ class BoardWatch:
         """
         memory = self._memory.end_step(copies)
         self._board.finish_step(
-            step,
-            memory_bytes=memory.held,
+            replace(step, memory_bytes=memory.held, ended_ms=time.time_ns() // 1_000_000),
             peak_bytes=memory.peak or 0,
             now_ns=time.monotonic_ns(),
         )

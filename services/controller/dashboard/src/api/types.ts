@@ -1,6 +1,6 @@
 // Written by `npm run types` from tests/controller/openapi.json; not to be edited.
-// document 14a72d2ef3095e3e328e6f3e57a23e46fb19fef39da1e4deff925897b65de936
-// types 69c28157c5d485cf35e36596323f53c47ea161a7f4ecfe7d86002e90d0d0d25c
+// document 1fd99324cdf1408fe973e27df99f774dcdf1a8158a3d7b565db554e079b581eb
+// types 3ff8d4e383dcd9a66ad57c5b88aba2e144b63abc7ef0663d4510fb6d137426e2
 
 export type paths = Record<string, never>;
 export type webhooks = Record<string, never>;
@@ -47,6 +47,8 @@ export interface components {
             mesh: components["schemas"]["MeshPlan"] | null;
             /** Node Ids */
             node_ids: string[];
+            /** @description null: the loss of any rank ends the attempt */
+            replicas: components["schemas"]["ReplicasView"] | null;
             /** Resumed From */
             resumed_from: string | null;
             /**
@@ -715,7 +717,7 @@ export interface components {
          * @description What kind of trouble a diagnosis finds; ``NONE`` where the ranks make progress.
          * @enum {string}
          */
-        FailureClass: "crash" | "out_of_memory" | "frozen" | "gil_held" | "collective_mismatch" | "data_stall" | "nan" | "node_lost" | "killed_by_operator" | "user_error" | "hang" | "launch_failed" | "checkpoint_failed" | "none";
+        FailureClass: "crash" | "out_of_memory" | "frozen" | "gil_held" | "collective_mismatch" | "data_stall" | "nan" | "node_lost" | "network" | "killed_by_operator" | "user_error" | "hang" | "launch_failed" | "checkpoint_failed" | "none";
         /**
          * FailureView
          * @description What ended an attempt: the first rank to fail, and its error.
@@ -757,7 +759,8 @@ export interface components {
          *     ``on_nan``: a loss or gradient that is no finite number ends the job (``stop``), or its attempt,
          *     and the next one goes on from the last committed checkpoint (``rollback``, a counted restart).
          *     ``hang_timeout_s``: for how long no rank may make progress between steps; ``auto`` is 5 s or
-         *     three usual steps, whichever is longer.
+         *     three usual steps, whichever is longer. ``on_replica_loss``: with ``continue`` replicas that live
+         *     train on without a lost one, which gets its state back from their memory.
          */
         FaultSpec: {
             /**
@@ -779,6 +782,11 @@ export interface components {
              * @enum {string}
              */
             on_nan: "stop" | "rollback";
+            /**
+             * On Replica Loss
+             * @description continue: when a replica (mesh.dp_replicate) is lost, the others train on and it returns; null: the attempt ends and the job restarts.
+             */
+            on_replica_loss?: "continue" | null;
         };
         /**
          * FromPlan
@@ -1054,6 +1062,8 @@ export interface components {
              * @description why it is in this state
              */
             reason: string | null;
+            /** @description those of the newest attempt, if it continues without lost ones */
+            replicas: components["schemas"]["ReplicasView"] | null;
             /**
              * Restarts
              * @default 0
@@ -1891,6 +1901,12 @@ export interface components {
              * @description of each node
              */
             cpu_slots: number;
+            /**
+             * Ended
+             * @description the newest that were given back (RELEASED) or lost (LOST), the last one first
+             * @default []
+             */
+            ended: components["schemas"]["ReservationView"][];
             /** Idle Timeout S */
             idle_timeout_s: number;
             kind: components["schemas"]["PoolKind"];
@@ -2214,19 +2230,51 @@ export interface components {
             unit: string | null;
         };
         /**
+         * ReplicasView
+         * @description The replicas of an attempt that continues without lost ones.
+         */
+        ReplicasView: {
+            /**
+             * Count
+             * @description how many the mesh has
+             */
+            count: number;
+            /**
+             * Lost
+             * @description how often one was lost
+             */
+            lost: number;
+            /**
+             * Present
+             * @description how many take part now; 0 until all have begun
+             */
+            present: number;
+            /**
+             * Returned
+             * @description how often one came back
+             */
+            returned: number;
+        };
+        /**
          * ReservationState
          * @description What is wanted of nodes of a pool, and how far that is.
          *
          *     REQUESTED: the pool is to be asked. PROVISIONING: it was asked; not all nodes have joined. READY: all
-         *     have. RELEASING: they are to be given back.
+         *     have. RELEASING: they are to be given back. RELEASED: they were. LOST: so were they, after the pool had
+         *     taken them back, or one of them was lost.
          * @enum {string}
          */
-        ReservationState: "REQUESTED" | "PROVISIONING" | "READY" | "RELEASING";
+        ReservationState: "REQUESTED" | "PROVISIONING" | "READY" | "RELEASING" | "RELEASED" | "LOST";
         /**
          * ReservationView
          * @description Nodes that a pool was asked for, all or none of them.
          */
         ReservationView: {
+            /**
+             * Ended At
+             * @description when its nodes were gone
+             */
+            ended_at: string | null;
             /** Id */
             id: string;
             /**
@@ -2243,7 +2291,7 @@ export interface components {
             ready_at: string | null;
             /**
              * Reason
-             * @description what the pool said last, or why it is given back
+             * @description what the pool said last, or why it is given back or was lost, with the pool's words
              */
             reason: string;
             /**
@@ -2474,6 +2522,11 @@ export interface components {
             learning_rate: number | null;
             /** Loss */
             loss: number | null;
+            /**
+             * Memory Bytes
+             * @description the most that a rank on the node of rank 0 held after the step, as of a sample
+             */
+            memory_bytes: number | null;
             /** Mfu */
             mfu: number | null;
             /**
@@ -2485,6 +2538,11 @@ export interface components {
             step: number;
             /** Step Time S */
             step_time_s: number;
+            /**
+             * Time Ms
+             * @description when rank 0 ended the step, by the clock of its node
+             */
+            time_ms: number | null;
             /** Tokens Per S */
             tokens_per_s: number;
         };
@@ -3162,6 +3220,7 @@ export type RankMemory = components['schemas']['RankMemory'];
 export type RankPlacement = components['schemas']['RankPlacement'];
 export type RankStacks = components['schemas']['RankStacks'];
 export type RankView = components['schemas']['RankView'];
+export type ReplicasView = components['schemas']['ReplicasView'];
 export type ReservationState = components['schemas']['ReservationState'];
 export type ReservationView = components['schemas']['ReservationView'];
 export type ResourcesPatch = components['schemas']['ResourcesPatch'];

@@ -6,12 +6,13 @@ import { Chart, type Zoom } from "../ui/Chart";
 import { download } from "../ui/download";
 import { bytes, duration } from "../ui/format";
 import { Trouble } from "../ui/parts";
-import { type Axis, csvOf, type Measure, measuresOf, type MemorySample, type Run } from "./measures";
+import { type Axis, csvOf, type Measure, measuresOf, type Run } from "./measures";
 
 const SMALL_HEIGHT = 168;
 const SMALL_AT_FIRST = 12;
 const RUN_COLORS = 8;
-const NONE: MemorySample[] = [];
+/** Powers of two: bytes are told in them. */
+const BYTE_INCREMENTS = Array.from({ length: 53 }, (_, power) => 2 ** power);
 const STRENGTHS: [string, number][] = [
   ["none", 0],
   ["light", 1],
@@ -25,7 +26,7 @@ export function runColor(index: number): string {
 }
 
 /** Charts of everything that was measured of some jobs; their cursors and zooms move together. */
-export function MetricCharts({ jobs, memory = NONE }: { jobs: JobView[]; memory?: MemorySample[] }) {
+export function MetricCharts({ jobs }: { jobs: JobView[] }) {
   const [axis, setAxis] = useState<Axis>("step");
   const [strength, setStrength] = useState(1);
   const [log, setLog] = useState(false);
@@ -42,10 +43,10 @@ export function MetricCharts({ jobs, memory = NONE }: { jobs: JobView[]; memory?
   const measures = useMemo(() => {
     const runs = jobs.flatMap((job, index): Run[] => {
       const metrics = data[index];
-      return metrics ? [{ id: job.id, name: names[index] ?? job.name, color: jobs.length > 1 ? runColor(index) : null, metrics, memory }] : [];
+      return metrics ? [{ id: job.id, name: names[index] ?? job.name, color: jobs.length > 1 ? runColor(index) : null, metrics }] : [];
     });
     return runs.length > 0 ? measuresOf(runs, axis, strength) : null;
-  }, [data, axis, strength, told, memory]);
+  }, [data, axis, strength, told]);
 
   const nothing = measures?.every((measure) => measure.x.length === 0) ?? true;
   if (measures === null || (nothing && zoom === null)) return <NoCharts jobs={jobs} awaited={measures === null} />;
@@ -67,6 +68,7 @@ export function MetricCharts({ jobs, memory = NONE }: { jobs: JobView[]; memory?
         onZoom={setZoom}
         fromZero={measure.fromZero}
         units={measure.format === bytes || measure.format === duration}
+        increments={measure.format === bytes ? BYTE_INCREMENTS : undefined}
         log={measure.scales && log}
         format={measure.format}
         controls={measure.scales ? <Scale log={log} onChange={setLog} /> : null}
@@ -82,7 +84,7 @@ export function MetricCharts({ jobs, memory = NONE }: { jobs: JobView[]; memory?
           </button>
           <button
             type="button"
-            title="Training time: the sum of the step times"
+            title="Time since the first step began, pauses between attempts included"
             aria-pressed={axis === "time"}
             onClick={() => (setAxis("time"), setZoom(null))}
           >

@@ -1,4 +1,4 @@
-// From the metrics of one run or several to curves over one axis: steps, or training time.
+// From the metrics of one run or several to curves over one axis: steps, or time.
 
 import type { MetricsView, StepView } from "../api/types";
 import type { Curve, Level, Mark } from "../ui/Chart";
@@ -13,14 +13,6 @@ export interface Run {
   /** A custom property of the style sheet; of a run alone each measure has its own. */
   color: string | null;
   metrics: MetricsView;
-  /** The fullest and the least full rank, as seen while this page was open. */
-  memory: MemorySample[];
-}
-
-export interface MemorySample {
-  step: number;
-  most: number;
-  least: number;
 }
 
 /** One chart: its curves share the x values. */
@@ -42,9 +34,10 @@ export interface Measure {
 
 type Values = (number | null)[];
 
-/** Points of one curve, by ascending step. */
+/** Points of one curve, by ascending step. `fences`: of which attempt each is, where that is known. */
 interface Points {
   steps: number[];
+  fences?: number[];
   values: Values;
 }
 
@@ -69,6 +62,7 @@ const LOOP: LoopMeasure[] = [
   { key: "step_time_s", title: "Step time", color: "--curve-speed", format: duration, fromZero: true },
   { key: "data_wait_s", title: "Data wait", color: "--curve-validation", format: duration, fromZero: true },
   { key: "mfu", title: "MFU", color: "--curve-speed", format: share, fromZero: true },
+  { key: "memory_bytes", title: "Memory", color: "--curve-validation", format: bytes, fromZero: true },
 ];
 const VALIDATION = "validation/";
 
@@ -80,13 +74,12 @@ export function measuresOf(runs: Run[], axis: Axis, strength: number): Measure[]
   return [
     ...loop.map((one) => context.ofLoop(one)),
     ...[...names].sort().map((name) => context.ofUser(name)),
-    ...(runs.some((run) => run.memory.length > 0) ? [context.ofMemory()] : []),
   ];
 }
 
 class Context {
   private readonly alone: boolean;
-  private readonly clocks: Map<string, (step: number) => number>;
+  private readonly clocks: Map<string, Clock>;
 
   constructor(
     private readonly runs: Run[],
@@ -104,6 +97,7 @@ class Context {
       const { standing, lost } = splitByFence(run.metrics.items);
       const points = (records: StepView[]): Points => ({
         steps: records.map((record) => record.step),
+        fences: records.map((record) => record.fence),
         values: records.map((record) => (record[key] as number | null | undefined) ?? null),
       });
       told.push(...this.trained(run, points(standing), color, this.unit(key, run)));
@@ -165,33 +159,6 @@ class Context {
     };
   }
 
-  ofMemory(): Measure {
-    const told = this.runs.flatMap((run): Told[] => {
-      const points = (pick: (sample: MemorySample) => number): Points => ({
-        steps: run.memory.map(({ step }) => step),
-        values: run.memory.map(pick),
-      });
-      return [
-        { run, points: points(({ most }) => most), curve: { label: this.alone ? "fullest rank" : run.name, color: run.color ?? "--curve-validation", width: 1.5 } },
-        ...(this.alone
-          ? [{ run, points: points(({ least }) => least), curve: { label: "least full rank", color: "--curve-baseline", width: 1.5 } }]
-          : []),
-      ];
-    });
-    return {
-      key: "memory",
-      title: "Memory",
-      summary: this.overlaid("Memory since this page was opened", told, bytes),
-      ...this.aligned(told),
-      marks: [],
-      levels: [],
-      fromZero: true,
-      scales: false,
-      format: bytes,
-      large: false,
-    };
-  }
-
   private trained(run: Run, points: Points, color: string, label: string): Told[] {
     const paint = run.color ?? color;
     const plain = { label: this.alone ? label : run.name, color: paint };
@@ -213,13 +180,13 @@ class Context {
     return key === "tokens_per_s" ? perSecond(run.metrics.throughput_unit).toLowerCase() : "measured";
   }
 
-  private at(run: Run, step: number): number {
-    return this.clocks.get(run.id)?.(step) ?? step;
+  private at(run: Run, step: number, fence?: number): number {
+    return this.clocks.get(run.id)?.(step, fence) ?? step;
   }
 
   /** All curves over the union of their x values. */
   private aligned(told: Told[]): { x: number[]; curves: Curve[] } {
-    const places = told.map(({ run, points }) => points.steps.map((step) => this.at(run, step)));
+    const places = told.map(({ run, points }) => points.steps.map((step, index) => this.at(run, step, points.fences?.[index])));
     const x = [...new Set(places.flat())].sort((a, b) => a - b);
     const index = new Map(x.map((value, at) => [value, at]));
     const curves = told.map(({ points, curve }, which) => {
@@ -240,7 +207,7 @@ class Context {
     for (const record of records) {
       if (fence !== undefined && record.fence > fence) {
         fence = record.fence;
-        marks.push({ x: this.at(run, record.step), label: `attempt ${fence}` });
+        marks.push({ x: this.at(run, record.step, record.fence), label: `attempt ${fence}` });
       }
     }
     return marks;
@@ -250,7 +217,7 @@ class Context {
   private breaksOf(run: Run): Mark[] {
     const { items } = run.metrics;
     const first = items.find((record, index) => record.loss === null && items[index - 1]?.loss !== null);
-    return first ? [{ x: this.at(run, first.step), label: "loss not finite" }] : [];
+    return first ? [{ x: this.at(run, first.step, first.fence), label: "loss not finite" }] : [];
   }
 
   private overlaid(title: string, told: Told[], format: Measure["format"]): string {
@@ -267,17 +234,32 @@ interface Told {
   curve: Omit<Curve, "values">;
 }
 
-/** Seconds of training up to a step: the sum of step times, between known steps in proportion. */
-function clockOf(records: StepView[]): (step: number) => number {
-  const steps = [0];
+/** Seconds at a step, of one attempt or of those whose steps stand. */
+type Clock = (step: number, fence?: number) => number;
+
+/**
+ * Seconds since a run's first step began, the pauses between attempts included; between known steps
+ * in proportion. Where an older agent told no times: the sum of step times.
+ */
+function clockOf(records: StepView[]): Clock {
+  const { standing } = splitByFence(records);
+  const first = standing[0];
+  const start = (first?.time_ms ?? 0) - (first?.step_time_s ?? 0) * 1_000;
+  const timed = records.every((record) => (record.time_ms ?? null) !== null);
+  const told = new Map(timed ? records.map(({ fence, step, time_ms }) => [`${fence}/${step}`, ((time_ms ?? 0) - start) / 1_000]) : []);
+  const steps = [(first?.step ?? 1) - 1];
   const seconds = [0];
-  for (const { step, step_time_s } of records) {
+  for (const { step, fence, step_time_s } of standing) {
     const before = steps.at(-1) ?? 0;
     if (step <= before) continue;
+    const summed = (seconds.at(-1) ?? 0) + step_time_s * (steps.length === 1 ? 1 : step - before);
     steps.push(step);
-    seconds.push((seconds.at(-1) ?? 0) + step_time_s * (steps.length === 2 ? 1 : step - before));
+    // A node's clock may be set back.
+    seconds.push(Math.max(told.get(`${fence}/${step}`) ?? summed, seconds.at(-1) ?? 0));
   }
-  return (step) => {
+  return (step, fence) => {
+    const exact = told.get(`${fence}/${step}`);
+    if (exact !== undefined) return exact;
     const above = steps.findIndex((known) => known >= step);
     if (above < 0) return seconds.at(-1) ?? 0;
     if (above === 0 || steps[above] === step) return seconds[above] ?? 0;
@@ -341,7 +323,7 @@ function loopSummary(key: keyof StepView, title: string, metrics: MetricsView, f
 
 /** All numbers of some runs as comma-separated values, a row for each run and step. */
 export function csvOf(runs: { name: string; id: string; metrics: MetricsView }[]): string {
-  const figures = ["attempt", "loss", "tokens_per_s", "grad_norm", "learning_rate", "step_time_s", "data_wait_s", "mfu"] as const;
+  const figures = ["attempt", "loss", "tokens_per_s", "grad_norm", "learning_rate", "step_time_s", "data_wait_s", "mfu", "memory_bytes", "time_ms"] as const;
   const names = [...new Set(runs.flatMap(({ metrics }) => metrics.names))].sort();
   const rows: (string | number | null)[][] = [["run", "job_id", "step", ...figures, "validation_loss", ...names]];
   for (const { name, id, metrics } of runs) {

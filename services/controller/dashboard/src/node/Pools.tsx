@@ -29,7 +29,7 @@ export function Pools() {
           </thead>
           <tbody>
             {pools.flatMap((pool) =>
-              (pool.reservations.length > 0 ? pool.reservations : [null]).map((reservation) => (
+              [...(pool.reservations.length > 0 ? pool.reservations : [null]), ...pool.ended].map((reservation) => (
                 <Row key={`${pool.name} ${reservation?.id}`} pool={pool} reservation={reservation} />
               )),
             )}
@@ -41,7 +41,8 @@ export function Pools() {
 }
 
 function Row({ pool, reservation }: { pool: PoolView; reservation: Reservation | null }) {
-  const trouble = pool.trouble === null ? "" : `the pool does not answer: ${pool.trouble}`;
+  const isOver = reservation !== null && reservation.ended_at !== null;
+  const trouble = pool.trouble === null || isOver ? "" : `the pool does not answer: ${pool.trouble}`;
   const reasons = [reservation?.reason ?? "", trouble].filter((reason) => reason !== "");
   return (
     <tr data-pool={pool.name}>
@@ -60,7 +61,7 @@ function Row({ pool, reservation }: { pool: PoolView; reservation: Reservation |
           DASH
         )}
       </td>
-      <td className="number">{reservation ? <Ago at={reservation.requested_at} /> : DASH}</td>
+      <td className="number">{reservation ? <Ago at={reservation.ended_at ?? reservation.requested_at} /> : DASH}</td>
       <td>{reasons.join("; ") || DASH}</td>
     </tr>
   );

@@ -3,7 +3,6 @@ import { ProblemError } from "../api/client";
 import { refreshAll, useJob } from "../api/queries";
 import type { EstimateView, JobView } from "../api/types";
 import { MetricCharts } from "../charts/MetricCharts";
-import { useMemoryHistory } from "../charts/memory";
 import { Actions } from "../job/Actions";
 import { Attempts } from "../job/Attempts";
 import { Checkpoints } from "../job/Checkpoints";
@@ -61,11 +60,10 @@ export default function JobPage({ id }: { id: string }) {
 }
 
 function Metrics({ job }: { job: JobView }) {
-  const memory = useMemoryHistory(job);
   const { id, name, state } = job;
   // Progress makes a new object each second, which the charts need not know.
   const jobs = useMemo(() => [job], [id, name, state]);
-  return <MetricCharts jobs={jobs} memory={memory} />;
+  return <MetricCharts jobs={jobs} />;
 }
 
 function Head({ job }: { job: JobView }) {
@@ -128,6 +126,12 @@ function Head({ job }: { job: JobView }) {
         <Stat label="Mesh" hint={job.estimate?.reason ?? ""}>
           {mesh(job)}
         </Stat>
+        {job.replicas ? (
+          <Stat label="Replicas" hint="Of a job that continues without lost ones">
+            {job.replicas.present}
+            <span className="muted"> of {job.replicas.count} present</span>
+          </Stat>
+        ) : null}
         <Stat label="Attempt" hint="Its number is the fence">
           {job.attempt || DASH}
           {job.restarts > 0 ? <span className="muted"> ({job.restarts} {job.restarts === 1 ? "restart" : "restarts"})</span> : null}

@@ -117,7 +117,7 @@ function Search({ text, onChange }: { text: string; onChange: (text: string) => 
     <input
       type="search"
       className="search"
-      placeholder="Name, id, label=value or owner:name"
+      placeholder="Name, id, label=value, owner:name"
       aria-label="Filter jobs by text"
       value={typed}
       onChange={(event) => setTyped(event.target.value)}

@@ -46,6 +46,8 @@ interface Props {
   timed?: boolean;
   /** Values on the axis are written as in the read-out: bytes and durations have their own units. */
   units?: boolean;
+  /** How far apart values on the axis may be; as in decimal numbers if not given. */
+  increments?: number[] | undefined;
   height?: number;
   zoom?: Zoom;
   onZoom?: (zoom: Zoom) => void;
@@ -63,7 +65,7 @@ const FEW_POINTS = 3;
 const CURSOR_GROUP = uPlot.sync("steps");
 
 export function Chart(props: Props) {
-  const { title, summary, x, curves, log = false, fromZero = false, timed = false, units = false, height = HEIGHT, controls } = props;
+  const { title, summary, x, curves, log = false, fromZero = false, timed = false, units = false, increments, height = HEIGHT, controls } = props;
   const zoom = props.zoom ?? null;
   const holder = useRef<HTMLDivElement>(null);
   const readout = useRef<HTMLDivElement>(null);
@@ -109,6 +111,7 @@ export function Chart(props: Props) {
           axis(paint, (values) => values.map((value) => (timed ? duration(value) : Number.isInteger(value) ? value.toLocaleString("en-US") : ""))),
           {
             ...axis(paint, (values) => values.map(units ? latest.current.format : tickText)),
+            ...(increments ? { incrs: increments } : {}),
             ...(log ? { splits: (_self, _axis, min, max) => logTicks(min, max), filter: (_self, splits) => splits } : {}),
           },
         ],
@@ -147,7 +150,7 @@ export function Chart(props: Props) {
       chart.destroy();
       plot.current = null;
     };
-  }, [shape, log, fromZero, dark, timed, units, height]);
+  }, [shape, log, fromZero, dark, timed, units, increments, height]);
 
   useEffect(() => {
     const chart = plot.current;

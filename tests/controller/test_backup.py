@@ -1,0 +1,217 @@
+"""A backup is of one moment, however much is written, replaced and retired while it is made."""
+
+import hashlib
+import shutil
+import subprocess
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+from redis import Redis
+from redis.exceptions import ConnectionError as RedisConnectionError
+
+from services.contract.storage.commit_chain import CommitChain
+from services.contract.storage.manifests import (
+    AttemptOpened,
+    CheckpointDeleted,
+    Manifest,
+    ShardFile,
+)
+from services.contract.words.ids import checkpoint_id, new_job_id
+from services.controller.backup import BackupError, restore, save
+from tests.waiting import until
+
+JOB = new_job_id(1, bytes(10))
+SHARD_BYTES = 200_000
+
+
+@pytest.fixture
+def folders(tmp_path: Path) -> tuple[Path, Path, Path]:
+    """Redis's folder with an append-only file, a storage with one open job, and where backups go."""
+    aof = tmp_path / "redis" / "appendonlydir"
+    aof.mkdir(parents=True)
+    (aof / "appendonly.aof.1.incr.aof").write_bytes(b"")
+    (aof / "appendonly.aof.manifest").write_text("file appendonly.aof.1.incr.aof seq 1 type i\n")
+    (tmp_path / "storage").mkdir()
+    CommitChain(tmp_path / "storage", JOB).append(AttemptOpened(job_id=JOB, fence=1))
+    return tmp_path / "redis", tmp_path / "storage", tmp_path / "backup"
+
+
+def commit(chain: CommitChain, step: int) -> Manifest:
+    """A checkpoint of two shards."""
+    name = checkpoint_id(JOB, step, 1)
+    folder = chain.shard_folder(name)
+    folder.mkdir(parents=True)
+    shards = []
+    for rank in range(2):
+        content = f"{step} {rank} ".encode() * (SHARD_BYTES // 8)
+        (folder / f"rank-{rank}").write_bytes(content)
+        digest = hashlib.sha256(content).hexdigest()
+        shards.append(ShardFile(rank=rank, name=f"rank-{rank}", bytes=len(content), sha256=digest))
+    manifest = Manifest(
+        job_id=JOB, checkpoint_id=name, fence=1, step=step, world_size=2, shards=tuple(shards)
+    )
+    chain.append(manifest)
+    return manifest
+
+
+def retire(chain: CommitChain, manifest: Manifest) -> None:
+    name = manifest.checkpoint_id
+    chain.append(CheckpointDeleted(job_id=JOB, checkpoint_id=name, fence=1))
+    shutil.rmtree(chain.shard_folder(name))
+
+
+@contextmanager
+def meanwhile(act: Callable[[int], None]) -> Iterator[None]:
+    """``act`` on 1, 2, … in a thread, until the block ends."""
+    stop = threading.Event()
+    faults: list[BaseException] = []
+
+    def run() -> None:
+        step = 0
+        try:
+            while not stop.is_set():
+                step += 1
+                act(step)
+        except BaseException as fault:  # noqa: BLE001 raised again below
+            faults.append(fault)
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    try:
+        yield
+    finally:
+        stop.set()
+        thread.join()
+    assert faults == []
+
+
+def test_each_commit_of_a_copy_has_its_shards_while_checkpoints_are_made_and_retired(
+    folders: tuple[Path, Path, Path],
+) -> None:
+    redis, storage, backup = folders
+    chain = CommitChain(storage, JOB)
+    alive: list[Manifest] = []
+
+    def commit_and_retire(step: int) -> None:
+        alive.append(commit(chain, step))
+        if len(alive) > 1:
+            retire(chain, alive.pop(0))
+
+    with meanwhile(commit_and_retire):
+        until(lambda: len(chain.read().records) > 3)
+        for number in range(10):
+            assert save(redis, storage, backup / str(number)) == 1
+    newest = []
+    for number in range(10):
+        copy = CommitChain(backup / str(number) / "checkpoints", JOB)
+        committed = copy.committed()
+        assert committed
+        newest.append(committed[-1].step)
+        for manifest in committed:
+            for shard in manifest.shards:
+                content = (copy.shard_folder(manifest.checkpoint_id) / shard.name).read_bytes()
+                assert hashlib.sha256(content).hexdigest() == shard.sha256
+    assert newest == sorted(newest)
+    assert newest[0] < newest[-1], "nothing was committed meanwhile"
+
+
+def test_a_damaged_shard_is_not_saved_as_if_it_were_whole(
+    folders: tuple[Path, Path, Path],
+) -> None:
+    redis, storage, backup = folders
+    chain = CommitChain(storage, JOB)
+    manifest = commit(chain, 1)
+    path = chain.shard_folder(manifest.checkpoint_id) / "rank-0"
+    path.write_bytes(b"x" + path.read_bytes()[1:])
+    with pytest.raises(BackupError, match=r"rank-0 is damaged: its sha256 is"):
+        save(redis, storage, backup)
+    assert not backup.exists()
+
+
+def test_a_link_among_the_shards_is_not_followed(folders: tuple[Path, Path, Path]) -> None:
+    redis, storage, backup = folders
+    chain = CommitChain(storage, JOB)
+    manifest = commit(chain, 1)
+    folder = chain.shard_folder(manifest.checkpoint_id)
+    moved = folder.rename(storage / "elsewhere")
+    folder.symlink_to(moved)
+    with pytest.raises(BackupError, match="is a link"):
+        save(redis, storage, backup)
+
+
+def test_save_replaces_no_backup_and_restore_no_data(folders: tuple[Path, Path, Path]) -> None:
+    redis, storage, backup = folders
+    commit(CommitChain(storage, JOB), 1)
+    save(redis, storage, backup)
+    with pytest.raises(BackupError, match="is there"):
+        save(redis, storage, backup)
+    with pytest.raises(BackupError, match="is not empty"):
+        restore(redis, storage, backup)
+    with pytest.raises(BackupError, match="no backup"):
+        restore(redis, storage, storage)
+
+
+def test_without_an_append_only_file_there_is_nothing_to_save(tmp_path: Path) -> None:
+    with pytest.raises(BackupError, match="--appendonly yes"):
+        save(tmp_path, tmp_path, tmp_path / "backup")
+    assert not (tmp_path / "backup").exists()
+
+
+@contextmanager
+def append_only_redis(folder: Path) -> Iterator[Redis]:
+    """A Redis 7 that writes each change to its file before it answers."""
+    folder.mkdir(exist_ok=True)
+    path = folder.parent / "redis.sock"
+    command = ["redis-server", "--port", "0", "--unixsocket", path, "--dir", folder, "--save", ""]
+    command += ["--appendonly", "yes", "--appendfsync", "always"]
+    process = subprocess.Popen(command, stdout=subprocess.DEVNULL)
+
+    def answers() -> bool:
+        assert process.poll() is None
+        try:
+            return bool(redis.ping())
+        except RedisConnectionError:
+            return False
+
+    try:
+        with Redis(unix_socket_path=str(path), decode_responses=True) as redis:
+            until(answers)
+            yield redis
+    finally:
+        process.terminate()
+        process.wait(30)
+
+
+@pytest.mark.redis
+@pytest.mark.skipif(shutil.which("redis-server") is None, reason="PATH has no redis-server")
+def test_all_that_redis_had_acknowledged_is_in_a_copy_that_is_made_while_it_rewrites_its_file(
+    tmp_path: Path,
+) -> None:
+    source, storage = tmp_path / "source", tmp_path / "storage"
+    storage.mkdir()
+    rewrites = []
+    with append_only_redis(source) as redis:
+        said = redis.info("server")["redis_version"]
+        if int(str(said).split(".", maxsplit=1)[0]) < 7:
+            pytest.skip(f"redis-server is {said}: its append-only file is another one before 7")
+
+        def write(step: int) -> None:
+            redis.set(f"key:{step}", "x" * 1000)
+            if step % 50 == 0 and not redis.info("persistence")["aof_rewrite_in_progress"]:
+                redis.bgrewriteaof()
+                rewrites.append(step)
+
+        counts = []
+        with meanwhile(write):
+            for number in range(5):
+                until(lambda number=number: len(rewrites) > 2 * number)  # type: ignore[misc]
+                counts.append(redis.dbsize())
+                save(source, storage, tmp_path / f"backup-{number}")
+    for number, count in enumerate(counts):
+        target = tmp_path / f"target-{number}"
+        restore(target, tmp_path / f"storage-{number}", tmp_path / f"backup-{number}")
+        with append_only_redis(target) as redis:
+            assert redis.exists(*(f"key:{step}" for step in range(1, count + 1))) == count

@@ -1,0 +1,79 @@
+"""Jobs on nodes that Ray brings: a real Ray of four nodes, controller, Redis, agents and ranks."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from services.contract.words.states import JobState, ReservationState
+from tests.chaos.conftest import paced
+from tests.cluster import Cluster
+from tests.pools.pooled import (
+    CHECKPOINTS,
+    again_gave_up,
+    launch_again,
+    lost_by,
+    of_agents,
+    pooled,
+    reservations,
+)
+from tests.pools.ray_cluster import AGENTS, RayCluster, marked, why_not_here
+from tests.waiting import until
+
+pytestmark = [
+    pytest.mark.ranks,
+    pytest.mark.redis,
+    pytest.mark.skipif(why_not_here() is not None, reason=why_not_here() or ""),
+]
+
+
+@pytest.fixture
+def ray() -> Iterator[RayCluster]:
+    with RayCluster(4) as cluster:
+        yield cluster
+
+
+@pytest.fixture
+def cluster(ray: RayCluster, tmp_path: Path) -> Iterator[Cluster]:
+    """Without any node; its pool may have more than Ray has."""
+    pool = {"kind": "ray", "address": ray.address, "max_nodes": 9}
+    with pooled(tmp_path, pool, {AGENTS: ray.mark}) as cluster:
+        yield cluster
+
+
+def test_three_nodes_train_on_while_the_head_restarts_four_wait_and_a_lost_one_costs_no_committed_step(
+    ray: RayCluster, cluster: Cluster, tmp_path: Path
+) -> None:
+    endless = {"train": {"steps": 100_000, "global_batch": 12, "seed": 7}, **CHECKPOINTS}
+    job = cluster.submit(**endless, model=paced(tmp_path, 0.3), resources={"ranks": 3})
+    cluster.committed(job.id)
+    (first,) = reservations(cluster)
+    assert (first.state, len(first.node_ids)) == (ReservationState.READY, 3)
+    launch_again(cluster, first)
+
+    larger = cluster.submit(**endless, model=paced(tmp_path, 0.3), resources={"ranks": 4})
+    waiting = "waiting for 4 nodes of pool hpc: not enough nodes of Ray are free"
+    cluster.job_when(larger.id, lambda now: now.state is JobState.QUEUED and now.reason == waiting)
+    cluster.client.kill(larger.id)
+    cluster.rested(larger.id)
+
+    ray.restart_head()
+    after = cluster.job(job.id).progress.step + 2
+    cluster.at_step(job.id, after)
+    again_gave_up(cluster)
+    rank = cluster.rank_pid(job.id, 1, attempt=1)
+    assert rank in of_agents(cluster)
+    assert first in reservations(cluster)
+
+    ray.kill(ray.node_of(rank))
+    cluster.at_step(job.id, 0, attempt=2)
+    _, last = cluster.client.attempts(job.id).items
+    assert last.resumed_from is not None
+    cluster.at_step(job.id, cluster.job(job.id).progress.step + 1, attempt=2)
+    cluster.client.kill(job.id)
+    cluster.rested(job.id)
+    lost_by(cluster, "some of its nodes ended: the agent of hpc-")
+
+    until(lambda: not reservations(cluster))
+    until(lambda: not cluster.client.nodes().items)
+    until(lambda: not marked(AGENTS, ray.mark) and not of_agents(cluster))
