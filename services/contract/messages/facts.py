@@ -80,6 +80,15 @@ class NodeJoined(Message):
     gangs: Annotated[tuple[RunningGang, ...], AtMostOnePerRank] = ()
 
 
+class NodeLeaving(Message):
+    """An agent was told to stop: it takes no more gangs, and leaves once it has none, or after ``grace_s``."""
+
+    kind: Literal["node_leaving"] = "node_leaving"
+    node_id: NodeId
+    incarnation: Incarnation
+    grace_s: float = Field(ge=0, le=_LONGEST_S)
+
+
 class NodeLeft(Message):
     """An agent stops of its own will: it takes no more commands and is ending its ranks."""
 
@@ -360,6 +369,27 @@ class RankExit(Message):
     traceback: Traceback | None = None
 
 
+class ReplicaReady(_GangFact):
+    """All ranks of a replica have built their models and wait to be told who takes part.
+
+    ``life`` counts its launches in this attempt, from 1. ``store``: where its first rank listens.
+    """
+
+    kind: Literal["replica_ready"] = "replica_ready"
+    replica: int = Field(ge=0)
+    life: int = Field(ge=1)
+    store: Address
+
+
+class ReplicaLost(_GangFact):
+    """No rank of this life of a replica lives any more, and other ranks of the attempt may."""
+
+    kind: Literal["replica_lost"] = "replica_lost"
+    replica: int = Field(ge=0)
+    life: int = Field(ge=1)
+    exits: Annotated[tuple[RankExit, ...], AtMostOnePerRank] = ()
+
+
 class GangDiagnosed(_GangFact):
     """What the agent found when it was asked to look into its ranks."""
 
@@ -387,6 +417,7 @@ class GangEnded(_GangFact):
 
 Fact = Annotated[
     NodeJoined
+    | NodeLeaving
     | NodeLeft
     | GangLaunched
     | LaunchRefused
@@ -410,6 +441,8 @@ Fact = Annotated[
     | RecordsClosed
     | JobPurged
     | Evaluated
+    | ReplicaReady
+    | ReplicaLost
     | GangDiagnosed
     | GangEnded
     | ModelProbed

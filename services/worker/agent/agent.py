@@ -11,6 +11,7 @@ from redis.asyncio import Redis
 
 from services.contract.messages.facts import Inventory
 from services.contract.messages.warm_channel import NODE_MARK
+from services.worker.agent.departure import Commits, empty_node
 from services.worker.agent.gangs.leftovers import Leftover, find_leftovers, forget_leftovers
 from services.worker.agent.host.devices import take_inventory
 from services.worker.agent.host.folders import NodeFolder
@@ -135,6 +136,7 @@ class Agent:
     ) -> None:
         writing, waiting = redis.writing, redis.waiting
         node_id = settings.node_id
+        self._grace_s = settings.stop_grace_s
         self._incarnation = secrets.token_hex(8)
         # Of this life alone: a sentinel that is slow must not end what the next agent starts.
         mark = f"{folder.mark}/{self._incarnation}"
@@ -161,6 +163,7 @@ class Agent:
             SelfTest(folder, node_id, self._incarnation, inventory, runner, self._warm.settled),
             RecordKeeper(writing, node_id, files, self._journal),
         )
+        self._commits = Commits(self._outbox.tell)
         self._supervisor = Supervisor(
             node_id,
             folder,
@@ -174,7 +177,7 @@ class Agent:
                 settings.admission,
                 codes,
             ),
-            self._outbox.tell,
+            self._commits.tell,
         )
         self._session = Session(
             writing,
@@ -221,6 +224,7 @@ class Agent:
                 ]
                 reading = group.create_task(self._inbox.run())
                 await stopping
+                await empty_node(self._session, self._supervisor, self._commits, self._grace_s)
                 reading.cancel()
                 await self._wind_down()
             joining.cancel()

@@ -135,6 +135,12 @@ class AgentSettings(BaseSettings):
         le=3600,
         description="Seconds for which the process that has imported torch waits for the next agent after a crash.",
     )
+    stop_grace_s: float = Field(
+        default=0.0,
+        ge=0,
+        le=86_400,
+        description="Seconds in which gangs write a checkpoint and move elsewhere when the agent is told to end (SIGTERM); 0: they are killed at once.",
+    )
     trainer: str = Field(
         default="services.worker.rank.loop.trainer:train",
         description="The function that each rank runs, as module:callable.",

@@ -1,6 +1,6 @@
 // Written by `npm run types` from tests/controller/openapi.json; not to be edited.
-// document b6d5b20ef88a54538e5f40833efc195ad540a476ebc2fdb75f28ef9270dc8156
-// types 30554bae8687c3cb691f9fcc7c37a866be1b3941c0febeaf17d22f6059b7ad89
+// document be19a2a8c6cc167275bc28b22470b14f1ec01d217aea5d42b96ef2706b5a60d3
+// types 485384f6c23726fba3f2576c96404bd4649215ca7f2b4b3b8f6486ccb685cc31
 
 export type paths = Record<string, never>;
 export type webhooks = Record<string, never>;
@@ -47,6 +47,8 @@ export interface components {
             mesh: components["schemas"]["MeshPlan"] | null;
             /** Node Ids */
             node_ids: string[];
+            /** @description null: the loss of any rank ends the attempt */
+            replicas: components["schemas"]["ReplicasView"] | null;
             /** Resumed From */
             resumed_from: string | null;
             /**
@@ -757,7 +759,8 @@ export interface components {
          *     ``on_nan``: a loss or gradient that is no finite number ends the job (``stop``), or its attempt,
          *     and the next one goes on from the last committed checkpoint (``rollback``, a counted restart).
          *     ``hang_timeout_s``: for how long no rank may make progress between steps; ``auto`` is 5 s or
-         *     three usual steps, whichever is longer.
+         *     three usual steps, whichever is longer. ``on_replica_loss``: with ``continue`` replicas that live
+         *     train on without a lost one, which gets its state back from their memory.
          */
         FaultSpec: {
             /**
@@ -779,6 +782,11 @@ export interface components {
              * @enum {string}
              */
             on_nan: "stop" | "rollback";
+            /**
+             * On Replica Loss
+             * @description continue: when a replica (mesh.dp_replicate) is lost, the others train on and it returns; null: the attempt ends and the job restarts.
+             */
+            on_replica_loss?: "continue" | null;
         };
         /**
          * FromPlan
@@ -1057,6 +1065,8 @@ export interface components {
              * @description why it is in this state
              */
             reason: string | null;
+            /** @description those of the newest attempt, if it continues without lost ones */
+            replicas: components["schemas"]["ReplicasView"] | null;
             /**
              * Restarts
              * @default 0
@@ -2223,6 +2233,32 @@ export interface components {
             unit: string | null;
         };
         /**
+         * ReplicasView
+         * @description The replicas of an attempt that continues without lost ones.
+         */
+        ReplicasView: {
+            /**
+             * Count
+             * @description how many the mesh has
+             */
+            count: number;
+            /**
+             * Lost
+             * @description how often one was lost
+             */
+            lost: number;
+            /**
+             * Present
+             * @description how many take part now; 0 until all have begun
+             */
+            present: number;
+            /**
+             * Returned
+             * @description how often one came back
+             */
+            returned: number;
+        };
+        /**
          * ReservationState
          * @description What is wanted of nodes of a pool, and how far that is.
          *
@@ -3187,6 +3223,7 @@ export type RankMemory = components['schemas']['RankMemory'];
 export type RankPlacement = components['schemas']['RankPlacement'];
 export type RankStacks = components['schemas']['RankStacks'];
 export type RankView = components['schemas']['RankView'];
+export type ReplicasView = components['schemas']['ReplicasView'];
 export type ReservationState = components['schemas']['ReservationState'];
 export type ReservationView = components['schemas']['ReservationView'];
 export type ResourcesPatch = components['schemas']['ResourcesPatch'];
