@@ -69,7 +69,7 @@ class _Faulty:
                 return list(self._app(environ, start))
             assert self._fault is not None
             if not self._fault.code:
-                list(self._app(environ, lambda *_: None))
+                list(self._app(environ, _unheard))
             start(f"{self._fault.status} Fault", [("Content-Type", "application/xml")])
             code = self._fault.code or "InternalError"
             return [f"<Error><Code>{code}</Code><Message>chosen</Message></Error>".encode()]
@@ -82,6 +82,11 @@ class _Faulty:
             return False
         self._met += 1
         return fault.after < self._met <= fault.after + (fault.times or sys.maxsize)
+
+
+def _unheard(*_: object) -> Callable[[bytes], object]:
+    """Takes an answer that is lost on its way."""
+    return lambda _: None
 
 
 class _Silent(MotoRequestHandler):

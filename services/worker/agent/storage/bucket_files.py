@@ -152,7 +152,7 @@ class BucketFiles:
         with self._lock(folder):
             for name, (size, _) in self._bucket.names(self._name(folder)).items():
                 path = folder / name
-                # A closed file is written anew by any node; what grows is written by one.
+                # A closed file is replaced by any node; what grows is written by one.
                 if name.endswith(_CLOSED) or not path.exists() or path.lstat().st_size < size:
                     self._download(path)
 
