@@ -33,7 +33,13 @@ from services.contract.storage.job_cards import JobCard
 from services.contract.storage.manifests import Manifest
 from services.contract.system.mask import Mask
 from services.contract.words import bounds
-from services.contract.words.bounds import MOST_RANKS, NAME_CHARACTERS, TRACEBACK_CHARACTERS, Whole
+from services.contract.words.bounds import (
+    MOST_RANKS,
+    NAME_CHARACTERS,
+    TRACEBACK_CHARACTERS,
+    Positive,
+    Whole,
+)
 from services.contract.words.ids import new_job_id
 
 LONG = "x" * 1_000_000
@@ -179,7 +185,9 @@ def test_an_integer_that_no_float_holds_is_refused_wherever_an_agent_writes_one(
     tried = []
     for kind in kinds:
         for name, field in kind.model_fields.items():
-            if field.annotation in {int, int | None} or Whole in get_args(field.annotation):
+            if field.annotation in {int, int | None} or {Whole, Positive} & {
+                *get_args(field.annotation)
+            }:
                 tried.append(f"{kind.__name__}.{name}")
                 with pytest.raises(ValidationError) as refused:
                     kind.model_validate_json(f'{{"{name}": {"9" * 400}}}')

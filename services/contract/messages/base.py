@@ -2,7 +2,7 @@
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from services.contract.words.bounds import Whole
+from services.contract.words.bounds import Positive
 from services.contract.words.ids import JobId
 
 
@@ -29,4 +29,4 @@ class OfAttempt(Message):
     """Speaks of one attempt of a job; ``fence`` is the attempt's number."""
 
     job_id: JobId
-    fence: Whole = Field(ge=1)
+    fence: Positive

@@ -22,6 +22,7 @@ from services.contract.words.bounds import (
     Incarnation,
     Name,
     Notices,
+    Positive,
     Text,
     Traceback,
     Versions,
@@ -52,7 +53,7 @@ class Inventory(Message):
 
     hostname: Name
     cpu_slots: Whole
-    cpu_count: Whole = Field(ge=1)
+    cpu_count: Positive
     memory_bytes: Whole
     accelerators: Annotated[tuple[Device, ...], AtMostOnePerRank] = ()
     versions: Versions = Field(default_factory=dict)
@@ -169,7 +170,7 @@ class CheckpointLinked(_GangFact):
     """The manifest stands in the commit chain at ``number``: the checkpoint is committed."""
 
     kind: Literal["checkpoint_linked"] = "checkpoint_linked"
-    number: Whole = Field(ge=1)
+    number: Positive
     manifest: Manifest
 
 
@@ -326,7 +327,7 @@ class Evaluated(_GangFact):
     kind: Literal["evaluated"] = "evaluated"
     step: Whole
     loss: float | None
-    tokens: Whole = Field(ge=1)
+    tokens: Positive
     baselines: Baselines = Field(default_factory=dict)
     metrics: EvaluationMetrics = Field(default_factory=dict)
 
@@ -379,7 +380,7 @@ class ReplicaReady(_GangFact):
 
     kind: Literal["replica_ready"] = "replica_ready"
     replica: Whole
-    life: Whole = Field(ge=1)
+    life: Positive
     store: Address
 
 
@@ -388,7 +389,7 @@ class ReplicaLost(_GangFact):
 
     kind: Literal["replica_lost"] = "replica_lost"
     replica: Whole
-    life: Whole = Field(ge=1)
+    life: Positive
     exits: Annotated[tuple[RankExit, ...], AtMostOnePerRank] = ()
 
 

@@ -5,7 +5,15 @@ from typing import Annotated, Final, Literal
 from pydantic import Field
 
 from services.contract.messages.base import Address, Message
-from services.contract.words.bounds import AtMostOnePerRank, Name, Numbers, Text, Traceback, Whole
+from services.contract.words.bounds import (
+    AtMostOnePerRank,
+    Name,
+    Numbers,
+    Positive,
+    Text,
+    Traceback,
+    Whole,
+)
 
 _FRAMES: Final = 256
 MOST_CONNECTIONS: Final = 64
@@ -20,7 +28,7 @@ class Unanswered(Message):
 
     here: Address
     there: Address
-    retries: Whole = Field(ge=1)
+    retries: Positive
     waiting_bytes: Whole = 0
     is_open: bool = True
 

@@ -11,6 +11,7 @@ from services.contract.words.bounds import (
     MetricValues,
     Name,
     Numbers,
+    Positive,
     Traceback,
     Whole,
     cut_to,
@@ -37,7 +38,7 @@ class RankSample(Message):
 
     rank: Whole
     local_rank: Whole
-    fence: Whole = Field(ge=1)
+    fence: Positive
     node_id: NodeId
     device: Name
     pid: Whole
@@ -72,7 +73,7 @@ class RankStacks(Message):
     """
 
     rank: Whole
-    fence: Whole = Field(ge=1)
+    fence: Positive
     node_id: NodeId
     text: Traceback
 
@@ -84,8 +85,8 @@ class StepRecord(Message):
     null, for JSON has no word for it.
     """
 
-    step: Whole = Field(ge=1)
-    fence: Whole = Field(ge=1)
+    step: Positive
+    fence: Positive
     loss: float | None
     grad_norm: float | None = None
     learning_rate: float | None = None
@@ -105,8 +106,8 @@ class StepRecord(Message):
     time_ms: Whole | None = Field(
         default=None, le=MOST_MS, description="when rank 0 ended the step, by the clock of its node"
     )
-    of: Whole | None = Field(
-        default=None, ge=1, description="how many steps there will be, as the job's script says"
+    of: Positive | None = Field(
+        default=None, description="how many steps there will be, as the job's script says"
     )
 
 
@@ -118,7 +119,7 @@ class MetricRecord(Message):
     """
 
     step: Whole
-    fence: Whole = Field(ge=1)
+    fence: Positive
     values: MetricValues = Field(default_factory=dict)
     left_out: Whole = 0
 
@@ -127,7 +128,7 @@ class LogLine(Message):
     """One line that a rank wrote. ``time_ms`` is the node's wall clock when the agent read it."""
 
     rank: Whole
-    fence: Whole = Field(ge=1)
+    fence: Positive
     stream: Literal["stdout", "stderr"]
     level: Literal["debug", "info", "warning", "error"] = "info"
     time_ms: Whole = Field(le=MOST_MS)

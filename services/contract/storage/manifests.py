@@ -9,6 +9,7 @@ from services.contract.words.bounds import (
     Digest,
     EvaluationMetrics,
     Name,
+    Positive,
     Text,
     Whole,
 )
@@ -42,9 +43,9 @@ class Manifest(_Record):
     version: Literal[1] = FORMAT_VERSION
     job_id: JobId
     checkpoint_id: CheckpointId
-    fence: Whole = Field(ge=1)
+    fence: Positive
     step: Whole
-    world_size: Whole = Field(ge=1)
+    world_size: Positive
     loss: float | None = None
     data_digest: Digest = ""
     evaluation: EvaluationMetrics = Field(default_factory=dict)
@@ -62,7 +63,7 @@ class AttemptOpened(_Record):
     kind: Literal["attempt_opened"] = "attempt_opened"
     version: Literal[1] = FORMAT_VERSION
     job_id: JobId
-    fence: Whole = Field(ge=1)
+    fence: Positive
 
 
 class CheckpointDeleted(_Record):
@@ -71,14 +72,14 @@ class CheckpointDeleted(_Record):
     kind: Literal["checkpoint_deleted"] = "checkpoint_deleted"
     version: Literal[1] = FORMAT_VERSION
     job_id: JobId
-    fence: Whole = Field(ge=1)
+    fence: Positive
     checkpoint_id: CheckpointId
 
 
 class DamagedRecord(_Record):
     """A number of the chain that is taken and whose record cannot be read."""
 
-    number: Whole = Field(ge=1)
+    number: Positive
     name: Name
     reason: Text
 

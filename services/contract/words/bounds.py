@@ -136,6 +136,8 @@ def _at_most(limit: int) -> BeforeValidator:
 
 Whole = Annotated[int, Field(ge=0, le=_MOST)]
 """Of 64 bits: one of hundreds of digits has no float, and whatever counts with it fails."""
+Positive = Annotated[int, Field(ge=1, le=_MOST)]
+"""The same, from 1."""
 Code = Annotated[int, Field(ge=-(1 << 31), lt=1 << 31)]
 """What a process ended with: an exit code, a signal."""
 Text = Annotated[str, cut_to(ERROR_CHARACTERS)]
