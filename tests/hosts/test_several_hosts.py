@@ -3,6 +3,7 @@
 import contextlib
 import ssl
 import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Final
@@ -232,41 +233,65 @@ def test_an_agent_whose_network_comes_up_late_waits_for_it_and_gives_no_address_
     node = world.hosts.nodes["a"]
     node.stop()
     before = len(node.log.read_bytes())
-    own.run("ip", "link", "set", "mgmt", "down")
-    world.hosts.start_agent("a")
-    until(lambda: b"nothing leads from this node to Redis" in node.log.read_bytes()[before:])
-    own.run("ip", "link", "set", "mgmt", "up")
+    route = ("10.71.0.0/24", "dev", "mgmt", "scope", "link", "src", own.mgmt)
+    own.run("ip", "route", "del", *route)
+    try:
+        world.hosts.start_agent("a")
+        until(lambda: b"nothing leads from this node to Redis" in node.log.read_bytes()[before:])
+    finally:
+        own.run("ip", "route", "add", *route)
     until(lambda: "a" in world.ready(), timeout_s=PATIENCE_S)
     assert f"address={own.mgmt} interface=mgmt" in node.log.read_bytes()[before:].decode()
 
 
-@pytest.mark.parametrize(
-    ("settings", "why"),
-    [
-        ({"MESHLOOM_INTERFACE": "dat0"}, "there is no interface 'dat0'"),
-        ({"MESHLOOM_INTERFACE": "spare"}, "spare is down"),
-        ({"MESHLOOM_ADDRESS": "10.72.0.99"}, "no interface of this node has 10.72.0.99"),
-        (
-            {"MESHLOOM_INTERFACE": "data", "MESHLOOM_ADDRESS": "fd71::3"},
-            "fd71::3 is none of interface data",
-        ),
-    ],
-)
-def test_a_network_that_is_not_there_is_refused_at_the_start_with_what_is_there(
-    world: World, settings: dict[str, str], why: str
+def test_an_interface_that_is_not_there_is_refused_at_the_start_with_what_is_there(
+    world: World,
 ) -> None:
     own, node = world.hosts.hosts["a"], world.hosts.nodes["a"]
     node.stop()
     before = len(node.log.read_bytes())
-    world.hosts.start_agent("a", **settings)
+    world.hosts.start_agent("a", MESHLOOM_INTERFACE="dat0")
     assert node.process is not None
     assert node.process.wait(PATIENCE_S) == 2
     said = node.log.read_bytes()[before:].decode()
-    assert why in said
-    if "none of" not in why:
-        assert f"mgmt ({own.mgmt}, {own.mgmt6})" in said
-        assert f"data ({own.data})" in said
-        assert "spare (down)" in said
+    assert "MESHLOOM_INTERFACE: there is no interface 'dat0'; there are lo" in said
+    assert f"mgmt ({own.mgmt}, {own.mgmt6})" in said
+    assert f"data ({own.data})" in said
+    assert "spare (down)" in said
+
+
+FIND: Final = """
+import sys
+from services.worker.agent.host.network import NetworkError, find_network
+interface, address, redis_url = (each or None for each in sys.argv[1:])
+try:
+    print(find_network(interface, address, redis_url))
+except NetworkError as error:
+    print(error)
+"""
+
+
+@pytest.mark.parametrize(
+    ("interface", "address", "redis_host", "found"),
+    [
+        ("spare", "", REDIS, "MESHLOOM_INTERFACE: spare is down; there are"),
+        ("", "10.72.0.99", REDIS, "no interface of this node has 10.72.0.99; there are"),
+        ("data", "fd71::3", REDIS, "fd71::3 is none of interface data, which has fd72::3"),
+        ("data", "", REDIS, "address='fd72::3', interface='data', addresses=('fd72::3',)"),
+        ("mgmt", "fd71::3", REDIS, "address='fd71::3', interface='mgmt'"),
+        ("", "fd72::3", REDIS, "address='fd72::3', interface='data'"),
+        ("", "", "[fd71::1]", "address='fd71::3', interface='mgmt'"),
+        ("", "", "localhost", "address='127.0.0.1', interface='lo'"),
+        ("", "", "192.0.2.1", "nothing leads from this node to Redis at 192.0.2.1: Network is un"),
+    ],
+)
+def test_the_network_of_a_host_with_several_interfaces(
+    world: World, interface: str, address: str, redis_host: str, found: str
+) -> None:
+    own = world.hosts.hosts["a"]
+    host = world.hosts.hosts[REDIS].mgmt if redis_host == REDIS else redis_host
+    url = f"rediss://{host}:6379"
+    assert found in own.run(sys.executable, "-c", FIND, interface, address, url)
 
 
 def test_certificates_of_another_authority_are_refused_and_renewed_ones_are_served(
