@@ -132,6 +132,8 @@ def test_by_default_ranks_meet_where_redis_is_reached_and_no_host_needs_the_cont
     assert nodes_of(done) == ["a", "b"]
     assert world.losses(job.id) == both
     assert hosts.received("a", "data") - before < 100_000
+    storages = {node.inventory.storage_id for node in world.client.nodes().items}
+    assert len(storages - {None}) == 1
 
 
 def test_two_hosts_that_lose_each_other_are_named_with_the_ranks_that_wait(
