@@ -20,6 +20,7 @@ from services.worker.agent.host.connections import unanswered
 from tests.chaos.conftest import paced, set_pace
 from tests.e2e.conftest import REST, tiny_spec
 from tests.hosts.world import CONTROLLER, REDIS, TOKEN, Hosts, why_not_here
+from tests.parts import ROOT
 from tests.waiting import until
 
 pytestmark = [pytest.mark.ranks, pytest.mark.redis]
@@ -301,7 +302,7 @@ def test_certificates_of_another_authority_are_refused_and_renewed_ones_are_serv
 ) -> None:
     hosts = world.hosts
     other = tmp_path / "other"
-    script = Path(__file__).parents[2] / "deploy" / "certificates.sh"
+    script = ROOT / "deploy" / "certificates.sh"
     subprocess.run([script, other, REDIS], check=True, capture_output=True)
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("SSL_CERT_FILE", str(other / "ca.crt"))
@@ -324,6 +325,32 @@ def test_certificates_of_another_authority_are_refused_and_renewed_ones_are_serv
         server.config_set("tls-cert-file", str(hosts.certificate(REDIS)))
     world.start("a")
     assert world.client.version().version
+
+
+def test_gathers_that_are_dropped_between_two_hosts_leave_their_ranks_in_step(
+    world: World, tmp_path: Path
+) -> None:
+    command = (sys.executable, "-m", "tests.hosts.exchange")
+    address = world.hosts.hosts["a"].mgmt
+    parts = [
+        subprocess.Popen(
+            world.hosts.hosts[name].command(
+                *("env", "GLOO_SOCKET_IFNAME=mgmt", *command, str(number), address, "29400"),
+                tmp_path,
+            ),
+            cwd=ROOT,
+        )
+        for number, name in enumerate(("a", "b"))
+    ]
+    try:
+        assert [part.wait(PATIENCE_S) for part in parts] == [0, 0]
+    finally:
+        for part in parts:
+            part.kill()
+            part.wait()
+    for rank in range(4):
+        plain, dropped = (tmp_path / f"{kind}-{rank}" for kind in ("plain", "dropped"))
+        assert plain.read_bytes() == dropped.read_bytes()
 
 
 def nodes_of(job: JobView) -> list[str]:
