@@ -1,7 +1,7 @@
 """Two ranks on each of two hosts train with the engine: ``exchange.py HOST STORE_ADDRESS STORE_PORT FOLDER``.
 
-Once as usual, and once with gathers that nothing uses: in flight over the network, they are dropped, which takes
-part in the host's exchange of what came; and a forward raises while the next unit's gather is in flight. Each
+Once as usual, and once with gathers that one rank of each host uses and the other one drops while they are in flight:
+who drops one still takes part in the host's exchange of what came, or the other rank would wait for ever. Also, a forward raises while the next unit's gather is in flight. Each
 rank writes what it has at the end of both, in bytes, into FOLDER.
 """
 
@@ -60,7 +60,7 @@ def trained(rank: int, *, drops: bool) -> bytes:
     for step in range(STEPS):
         batch = torch.arange(14.0).view(2, 7).add(rank + step).sin()
         if drops and step:
-            _drop(model, batch)
+            _drop(rank, model, batch)
         loss = model(batch).square().mean()
         torch.autograd.backward(loss)
         optimizer.step()
@@ -72,8 +72,10 @@ def trained(rank: int, *, drops: bool) -> bytes:
     return torch.cat([*seen, *slices]).numpy().tobytes()
 
 
-def _drop(model: nn.Sequential, batch: torch.Tensor) -> None:
-    unit(model[3]).unshard(async_op=True)
+def _drop(rank: int, model: nn.Sequential, batch: torch.Tensor) -> None:
+    handle = unit(model[3]).unshard(async_op=True)
+    if rank % 2 and handle is not None:  # the other rank of its host drops the same gather
+        handle.wait()
     unit(model[3]).reshard()
     handle = model[0].register_forward_hook(_raise)
     with contextlib.suppress(ArithmeticError):

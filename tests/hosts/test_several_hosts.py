@@ -16,6 +16,7 @@ from meshloom.client import RestClient as Client
 from meshloom.client.errors import UnreachableError
 from services.contract.api.views import DiagnosisView, JobView
 from services.contract.words.states import ExitReason, FailureClass, JobState, NodeState
+from services.local.children import die_with_parent
 from services.worker.agent.host.connections import unanswered
 from tests.chaos.conftest import paced, set_pace
 from tests.e2e.conftest import REST, tiny_spec
@@ -339,6 +340,7 @@ def test_gathers_that_are_dropped_between_two_hosts_leave_their_ranks_in_step(
                 tmp_path,
             ),
             cwd=ROOT,
+            preexec_fn=die_with_parent,  # noqa: PLW1509 prctl is one call and takes no lock
         )
         for number, name in enumerate(("a", "b"))
     ]

@@ -22,6 +22,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final, Self
 
+from services.local.children import die_with_parent
 from services.local.embedded_redis import redis_program, wait_for_redis
 from services.local.settings import child_environment
 from tests.e2e.conftest import free_port
@@ -281,6 +282,7 @@ class Hosts:
                     *(str(listener.fileno()), address, str(_PORT)),
                 ),
                 pass_fds=[listener.fileno()],
+                preexec_fn=die_with_parent,  # noqa: PLW1509 prctl is one call and takes no lock
             )
         stack.callback(relay.wait)
         stack.callback(relay.kill)
