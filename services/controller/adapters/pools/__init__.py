@@ -5,9 +5,10 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from services.controller.adapters.pools.pools_file import (
+    AnyPoolConfig,
+    KubernetesPoolConfig,
     PoolsFileError,
     RayPoolConfig,
-    SlurmPoolConfig,
     agents_of,
     read_pools_file,
 )
@@ -27,17 +28,27 @@ def open_pools(path: Path, variables: Mapping[str, str]) -> Sequence[RunnablePoo
         PoolsFileError: It cannot be used.
     """
     file = read_pools_file(path)
-    pools = [_open(config, file.owner, variables) for config in file.pools]
-    return [RunnablePool(pool, agents_of(file.agent, pool.limits, variables)) for pool in pools]
+    opened = [(_open(config, file.owner, variables), config.grace_s) for config in file.pools]
+    return [
+        RunnablePool(pool, agents_of(file.agent, pool.limits, grace_s, variables))
+        for pool, grace_s in opened
+    ]
 
 
-def _open(
-    config: SlurmPoolConfig | RayPoolConfig, owner: str, variables: Mapping[str, str]
-) -> NodePool:
+def _open(config: AnyPoolConfig, owner: str, variables: Mapping[str, str]) -> NodePool:
     if isinstance(config, RayPoolConfig):
         if find_spec("ray") is None:
             raise PoolsFileError(
                 f"pool {config.name}: Ray is not installed: pip install 'meshloom[ray]'"
             )
         return RayPool(config, owner, variables)
+    if isinstance(config, KubernetesPoolConfig):
+        if find_spec("kubernetes") is None:
+            raise PoolsFileError(
+                f"pool {config.name}: Kubernetes's client is not installed: pip install 'meshloom[kubernetes]'"
+            )
+        # A large package, which only controllers with such a pool need.
+        from services.controller.adapters.pools.kubernetes import KubernetesPool  # noqa: PLC0415
+
+        return KubernetesPool(config, owner)
     return SlurmPool(config, owner, variables=variables)

@@ -1,6 +1,6 @@
 // Written by `npm run types` from tests/controller/openapi.json; not to be edited.
-// document 55f4ad29225b49cff93a9e44adde9c1e8fb0a7ac2599ce756a082a5bb077fe75
-// types 62375147217f770ecdf161fb75d6cbd0b0aed90efe87c86e52ffccf3fa99ad18
+// document be19a2a8c6cc167275bc28b22470b14f1ec01d217aea5d42b96ef2706b5a60d3
+// types 485384f6c23726fba3f2576c96404bd4649215ca7f2b4b3b8f6486ccb685cc31
 
 export type paths = Record<string, never>;
 export type webhooks = Record<string, never>;
@@ -47,6 +47,8 @@ export interface components {
             mesh: components["schemas"]["MeshPlan"] | null;
             /** Node Ids */
             node_ids: string[];
+            /** @description null: the loss of any rank ends the attempt */
+            replicas: components["schemas"]["ReplicasView"] | null;
             /** Resumed From */
             resumed_from: string | null;
             /**
@@ -757,7 +759,8 @@ export interface components {
          *     ``on_nan``: a loss or gradient that is no finite number ends the job (``stop``), or its attempt,
          *     and the next one goes on from the last committed checkpoint (``rollback``, a counted restart).
          *     ``hang_timeout_s``: for how long no rank may make progress between steps; ``auto`` is 5 s or
-         *     three usual steps, whichever is longer.
+         *     three usual steps, whichever is longer. ``on_replica_loss``: with ``continue`` replicas that live
+         *     train on without a lost one, which gets its state back from their memory.
          */
         FaultSpec: {
             /**
@@ -779,6 +782,11 @@ export interface components {
              * @enum {string}
              */
             on_nan: "stop" | "rollback";
+            /**
+             * On Replica Loss
+             * @description continue: when a replica (mesh.dp_replicate) is lost, the others train on and it returns; null: the attempt ends and the job restarts.
+             */
+            on_replica_loss?: "continue" | null;
         };
         /**
          * FromPlan
@@ -825,6 +833,7 @@ export interface components {
          * @description The resources of a node. ``cpu_slots`` is how many CPU ranks it runs at a time.
          *
          *     ``storage_id``: the name that the storage of checkpoints has for all nodes that share it; None: unknown.
+         *     ``storage_fault``: why no job could use it when the agent started, as far as that was tried.
          */
         Inventory: {
             /**
@@ -840,6 +849,8 @@ export interface components {
             hostname: string;
             /** Memory Bytes */
             memory_bytes: number;
+            /** Storage Fault */
+            storage_fault: string | null;
             /** Storage Id */
             storage_id: string | null;
             /** Versions */
@@ -1054,6 +1065,8 @@ export interface components {
              * @description why it is in this state
              */
             reason: string | null;
+            /** @description those of the newest attempt, if it continues without lost ones */
+            replicas: components["schemas"]["ReplicasView"] | null;
             /**
              * Restarts
              * @default 0
@@ -2220,6 +2233,32 @@ export interface components {
             unit: string | null;
         };
         /**
+         * ReplicasView
+         * @description The replicas of an attempt that continues without lost ones.
+         */
+        ReplicasView: {
+            /**
+             * Count
+             * @description how many the mesh has
+             */
+            count: number;
+            /**
+             * Lost
+             * @description how often one was lost
+             */
+            lost: number;
+            /**
+             * Present
+             * @description how many take part now; 0 until all have begun
+             */
+            present: number;
+            /**
+             * Returned
+             * @description how often one came back
+             */
+            returned: number;
+        };
+        /**
          * ReservationState
          * @description What is wanted of nodes of a pool, and how far that is.
          *
@@ -3184,6 +3223,7 @@ export type RankMemory = components['schemas']['RankMemory'];
 export type RankPlacement = components['schemas']['RankPlacement'];
 export type RankStacks = components['schemas']['RankStacks'];
 export type RankView = components['schemas']['RankView'];
+export type ReplicasView = components['schemas']['ReplicasView'];
 export type ReservationState = components['schemas']['ReservationState'];
 export type ReservationView = components['schemas']['ReservationView'];
 export type ResourcesPatch = components['schemas']['ResourcesPatch'];
