@@ -21,10 +21,10 @@ from services.local.settings import LocalSettings
 _READY_TIMEOUT_S: Final = 60
 _POLL_S: Final = 0.1
 _OPERATORS: Final = frozenset(
-# The stack, its dashboard and `make run` speak HTTP on this machine alone.
-_OF_HTTPS: Final = frozenset({"MESHLOOM_TLS_CERT", "MESHLOOM_TLS_KEY"})
     {"MESHLOOM_TOKEN", "MESHLOOM_TOKEN_FILE"}
 )  # whoever has it is the operator
+# The stack, its dashboard and `make run` speak HTTP on this machine alone.
+_OF_HTTPS: Final = frozenset({"MESHLOOM_TLS_CERT", "MESHLOOM_TLS_KEY"})
 
 
 class StackError(Exception):
