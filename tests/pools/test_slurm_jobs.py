@@ -40,8 +40,8 @@ def test_a_job_waits_trains_moves_before_a_time_limit_survives_a_lost_node_and_g
     taken = slurm.say("sbatch", "--parsable", "--nodes=3", "-o", "/dev/null", wrap).strip()
     until(lambda: len(slurm.idle_nodes()) == 1)
     # No checkpoint but that of an agent which is told to end. The rests last longer than all that happens.
-    long = {"train": {"steps": 40, "global_batch": 4, "seed": 7}, **LAST_CHECKPOINT}
-    job = cluster.submit(**long, model=paced(tmp_path, 2.0))
+    long = {"train": {"steps": 30, "global_batch": 4, "seed": 7}, **LAST_CHECKPOINT}
+    job = cluster.submit(**long, model=paced(tmp_path, 3.0))
     waiting = "waiting for 2 nodes of pool hpc: Resources"
     cluster.job_when(job.id, lambda now: now.state is JobState.QUEUED and now.reason == waiting)
     assert not cluster.client.nodes().items
@@ -60,6 +60,7 @@ def test_a_job_waits_trains_moves_before_a_time_limit_survives_a_lost_node_and_g
     rank = cluster.rank_pid(job.id, 1, attempt=2)
     (lost,) = (name for name in slurm.nodes if rank in slurm.processes(name))
     slurm.kill_node(lost)
+    cluster.at_step(job.id, 1, attempt=3)
     set_pace(tmp_path, 0.0)
     done = cluster.rested(job.id)
     assert done.state is JobState.SUCCEEDED, done.failure
