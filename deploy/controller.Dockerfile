@@ -24,8 +24,10 @@ COPY pyproject.toml constraints.txt README.md ./
 COPY fsdp_core fsdp_core
 COPY meshloom meshloom
 COPY services services
+# With pools of Kubernetes: EXTRAS=controller,kubernetes
+ARG EXTRAS=controller
 # hadolint ignore=SC2086
-RUN pip install ${PIP_OPTIONS} --constraint constraints.txt '.[controller]'
+RUN pip install ${PIP_OPTIONS} --constraint constraints.txt ".[${EXTRAS}]"
 
 USER 10001:10001
 WORKDIR /var/lib/meshloom

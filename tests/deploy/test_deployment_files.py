@@ -108,7 +108,8 @@ def test_the_controller_image_installs_no_torch() -> None:
         if not line.startswith("#")
     ]
     assert "torch" not in "\n".join(instructions)
-    assert any(".[controller]" in line for line in instructions)
+    assert "ARG EXTRAS=controller" in instructions
+    assert any(".[${EXTRAS}]" in line for line in instructions)
 
 
 def test_only_the_gpu_worker_asks_for_nvidia_devices(compose: dict[str, Any]) -> None:

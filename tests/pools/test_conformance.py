@@ -21,14 +21,16 @@ from services.controller.ports.pools import (
     PoolRefusedError,
 )
 from tests.parts import gone
-from tests.pools import ray_cluster, slurm_cluster
+from tests.pools import kube_cluster, ray_cluster, slurm_cluster
+from tests.pools.kube_world import KubeWorld
 from tests.pools.ray_world import RayWorld
 from tests.pools.slurm_world import SlurmWorld
 from tests.waiting import until
 
-WORLDS: dict[str, tuple[ModuleType, type[SlurmWorld | RayWorld]]] = {
+WORLDS: dict[str, tuple[ModuleType, type[SlurmWorld | RayWorld | KubeWorld]]] = {
     "slurm": (slurm_cluster, SlurmWorld),
     "ray": (ray_cluster, RayWorld),
+    "kubernetes": (kube_cluster, KubeWorld),
 }
 PROGRAM = Path(__file__).parent / "agent_process.py"
 QUOTED = 'it\'s $word\n`and` "has" all'
@@ -161,7 +163,7 @@ def nothing_is_left(world: World) -> None:
         pytest.fail(f"still there: {left}")
 
 
-@pytest.fixture(scope="module", params=["slurm", "ray"])
+@pytest.fixture(scope="module", params=["slurm", "ray", "kubernetes"])
 def shared_world(request: pytest.FixtureRequest) -> Iterator[World]:
     cluster, make = WORLDS[request.param]
     reason = cluster.why_not_here()

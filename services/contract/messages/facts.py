@@ -12,6 +12,7 @@ from services.contract.messages.rank_pipe import LossUnit, ThroughputUnit
 from services.contract.storage.job_cards import JobCard
 from services.contract.storage.manifests import DamagedRecord, Manifest, ShardFile
 from services.contract.words.bounds import (
+    Addresses,
     AtMostOnePerRank,
     Baselines,
     Digest,
@@ -102,11 +103,13 @@ class GangLaunched(_GangFact):
     """All ranks of the attempt on this node are spawned: ``pids`` by rank.
 
     ``store``: where rank 0 listens for the others; None from nodes without rank 0.
+    ``addresses``: of the interface by which its ranks connect to those of other nodes.
     """
 
     kind: Literal["gang_launched"] = "gang_launched"
     pids: Annotated[dict[int, int], AtMostOnePerRank]
     store: Address | None = None
+    addresses: Addresses = ()
 
 
 class LaunchRefused(_GangFact):
@@ -364,6 +367,27 @@ class RankExit(Message):
     traceback: Traceback | None = None
 
 
+class ReplicaReady(_GangFact):
+    """All ranks of a replica have built their models and wait to be told who takes part.
+
+    ``life`` counts its launches in this attempt, from 1. ``store``: where its first rank listens.
+    """
+
+    kind: Literal["replica_ready"] = "replica_ready"
+    replica: int = Field(ge=0)
+    life: int = Field(ge=1)
+    store: Address
+
+
+class ReplicaLost(_GangFact):
+    """No rank of this life of a replica lives any more, and other ranks of the attempt may."""
+
+    kind: Literal["replica_lost"] = "replica_lost"
+    replica: int = Field(ge=0)
+    life: int = Field(ge=1)
+    exits: Annotated[tuple[RankExit, ...], AtMostOnePerRank] = ()
+
+
 class GangDiagnosed(_GangFact):
     """What the agent found when it was asked to look into its ranks."""
 
@@ -415,6 +439,8 @@ Fact = Annotated[
     | RecordsClosed
     | JobPurged
     | Evaluated
+    | ReplicaReady
+    | ReplicaLost
     | GangDiagnosed
     | GangEnded
     | ModelProbed

@@ -21,6 +21,8 @@ from services.contract.messages.commands import (
     RecordTrace,
     RemoveTraces,
     RetireCheckpoint,
+    ReturnReplica,
+    SetReplicas,
     StopGang,
     TakeCheckpoint,
     VerifyCheckpoint,
@@ -43,6 +45,7 @@ from services.worker.agent.gangs.events import (
     Condemned,
     DiagnosisAsked,
     Event,
+    ReplicasSet,
     StopAsked,
     TraceAsked,
 )
@@ -112,6 +115,10 @@ class Supervisor:
                     await self._launch(command)
                 case StopGang():
                     self._happen(command, StopAsked(command))
+                case SetReplicas():
+                    self._happen(command, ReplicasSet(command.replicas))
+                case ReturnReplica():
+                    await self._return(command)
                 case TakeCheckpoint():
                     self._happen(command, CheckpointAsked())
                 case DiagnoseGang():
@@ -276,9 +283,26 @@ class Supervisor:
                 node_id=self._node_id,
                 pids=crew.pids,
                 store=crew.store,
+                addresses=crew.addresses,
             )
         )
         gang.connect()
+        for pid in crew.pids.values():
+            if pid in self._early:
+                self._reaped(self._early.pop(pid))
+
+    async def _return(self, command: ReturnReplica) -> None:
+        gang = self._gangs.get((command.job_id, command.fence))
+        seats = {} if gang is None else gang.seats_to_return(command.replica, command.life)
+        if gang is None or not seats:
+            return
+        folder = self._folder.attempt(command.job_id, command.fence)
+        try:
+            crew = await self._launcher.launch_again(seats, folder)
+        except (LaunchError, OSError) as error:
+            gang.not_returned(command.replica, command.life, str(error))
+            return
+        gang.returned(command.replica, command.life, crew)
         for pid in crew.pids.values():
             if pid in self._early:
                 self._reaped(self._early.pop(pid))
@@ -297,7 +321,9 @@ class Supervisor:
         return bool(self._gangs or self._coming)
 
     def _happen(
-        self, command: StopGang | TakeCheckpoint | DiagnoseGang | RecordTrace, event: Event
+        self,
+        command: StopGang | SetReplicas | TakeCheckpoint | DiagnoseGang | RecordTrace,
+        event: Event,
     ) -> None:
         key = (command.job_id, command.fence)
         gang = self._gangs.get(key)

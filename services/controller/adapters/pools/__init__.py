@@ -5,9 +5,10 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from services.controller.adapters.pools.pools_file import (
+    AnyPoolConfig,
+    KubernetesPoolConfig,
     PoolsFileError,
     RayPoolConfig,
-    SlurmPoolConfig,
     agents_of,
     read_pools_file,
 )
@@ -34,13 +35,20 @@ def open_pools(path: Path, variables: Mapping[str, str]) -> Sequence[RunnablePoo
     ]
 
 
-def _open(
-    config: SlurmPoolConfig | RayPoolConfig, owner: str, variables: Mapping[str, str]
-) -> NodePool:
+def _open(config: AnyPoolConfig, owner: str, variables: Mapping[str, str]) -> NodePool:
     if isinstance(config, RayPoolConfig):
         if find_spec("ray") is None:
             raise PoolsFileError(
                 f"pool {config.name}: Ray is not installed: pip install 'meshloom[ray]'"
             )
         return RayPool(config, owner, variables)
+    if isinstance(config, KubernetesPoolConfig):
+        if find_spec("kubernetes") is None:
+            raise PoolsFileError(
+                f"pool {config.name}: Kubernetes's client is not installed: pip install 'meshloom[kubernetes]'"
+            )
+        # A large package, which only controllers with such a pool need.
+        from services.controller.adapters.pools.kubernetes import KubernetesPool  # noqa: PLC0415
+
+        return KubernetesPool(config, owner)
     return SlurmPool(config, owner, variables=variables)

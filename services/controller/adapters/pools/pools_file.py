@@ -134,6 +134,109 @@ class RayPoolConfig(PoolConfig):
         return address
 
 
+_OWNER_CHARACTERS = 20
+"""The name of a pod's host has 63: owner, reservation and index."""
+_Quantity = Annotated[str, Field(pattern=r"^[0-9]+(\.[0-9]+)?(m|k|M|G|T|P|Ki|Mi|Gi|Ti|Pi)?$")]
+_ObjectName = Annotated[
+    str, Field(pattern=r"^[a-z0-9]([a-z0-9.-]*[a-z0-9])?$", min_length=1, max_length=253)
+]
+_Folder = Annotated[str, Field(pattern=r"^(/[^/:\x00]+)+$", max_length=500)]
+
+
+class Toleration(_Part):
+    """A taint of nodes of Kubernetes that agents accept."""
+
+    key: str | None = Field(default=None, description="Of the taint; unset: all.")
+    operator: Literal["Exists", "Equal"] = Field(
+        default="Exists", description="Whether the value counts."
+    )
+    value: str | None = Field(default=None, description="Of the taint, with `Equal`.")
+    effect: Literal["NoSchedule", "PreferNoSchedule", "NoExecute"] | None = Field(
+        default=None, description="Of the taint; unset: all."
+    )
+
+    @model_validator(mode="after")
+    def _makes_sense(self) -> Self:
+        if self.operator == "Exists" and self.value is not None:
+            raise ValueError("value needs operator: Equal")
+        if self.operator == "Equal" and self.key is None:
+            raise ValueError("operator: Equal needs a key")
+        return self
+
+
+class KubernetesPoolConfig(PoolConfig):
+    """Nodes by Kubernetes: one indexed Job for each reservation, one pod with an agent on each of its nodes."""
+
+    kind: Literal["kubernetes"]
+    namespace: Annotated[str, Field(pattern=r"^[a-z0-9]([a-z0-9-]*[a-z0-9])?$", max_length=63)] = (
+        Field(description="Of Jobs, pods and Secrets; best one for nothing else.")
+    )
+    image: str = Field(description="Of the agents.", min_length=1, max_length=500)
+    image_pull_secrets: tuple[_ObjectName, ...] = Field(
+        default=(), description="Secrets of the namespace for the image's registry."
+    )
+    queue: _ObjectName | None = Field(
+        default=None,
+        description="LocalQueue of Kueue, which admits all pods of a reservation or none. Unset: Kubernetes places pod by pod.",
+    )
+    priority_class: _ObjectName | None = Field(
+        default=None, description="PriorityClass of the pods."
+    )
+    resources: dict[str, _Quantity] = Field(
+        default_factory=dict,
+        description="Requests and limits of each pod; unset: `cpu_slots` CPUs and as many `nvidia.com/gpu` as accelerators.",
+    )
+    node_selector: dict[str, str] = Field(
+        default_factory=dict, description="Labels that nodes must have."
+    )
+    tolerations: tuple[Toleration, ...] = Field(default=(), description="Taints that pods accept.")
+    service_account: _ObjectName | None = Field(
+        default=None,
+        description="Of the pods, which get no token of it; unset: the namespace's default.",
+    )
+    claims: dict[_ObjectName, _Folder] = Field(
+        default_factory=dict,
+        description="PersistentVolumeClaims, and where pods have them: one must hold the checkpoints.",
+    )
+    scratch: tuple[_Folder, ...] = Field(
+        default=("/tmp", "/var/lib/meshloom"),  # noqa: S108 a folder of each pod's own
+        description="Folders that are empty at first and may be written; all else of the image is read-only.",
+    )
+    shared_memory: _Quantity = Field(default="8Gi", description="Size of `/dev/shm`.")
+    user: int = Field(
+        default=10001,
+        ge=1,
+        le=2**31 - 1,
+        description="Number of the user and group of all processes.",
+    )
+    grace_s: float = Field(
+        default=60,
+        ge=0,
+        le=3_600,
+        description="Seconds that agents have to end their gangs before they are killed.",
+    )
+    kubeconfig: Path | None = Field(
+        default=None,
+        description="File with the cluster's address; unset: the controller runs in a pod of the cluster.",
+    )
+    context: str | None = Field(default=None, description="Of that file; unset: its current one.")
+
+    @model_validator(mode="after")
+    def _folders_differ(self) -> Self:
+        folders = [*self.claims.values(), *self.scratch]
+        twice = sorted({folder for folder in folders if folders.count(folder) > 1})
+        if twice:
+            raise ValueError(f"several volumes are mounted at {', '.join(twice)}")
+        if self.context is not None and self.kubeconfig is None:
+            raise ValueError("context needs a kubeconfig")
+        return self
+
+
+AnyPoolConfig = Annotated[
+    SlurmPoolConfig | RayPoolConfig | KubernetesPoolConfig, Field(discriminator="kind")
+]
+
+
 class PoolsFile(_Part):
     """The whole file."""
 
@@ -142,9 +245,7 @@ class PoolsFile(_Part):
         description="Marks what belongs to this controller at a scheduler that others use, too.",
     )
     agent: AgentConfig = AgentConfig()
-    pools: tuple[Annotated[SlurmPoolConfig | RayPoolConfig, Field(discriminator="kind")], ...] = (
-        Field(min_length=1)
-    )
+    pools: tuple[AnyPoolConfig, ...] = Field(min_length=1)
 
     @model_validator(mode="after")
     def _names_differ(self) -> Self:
@@ -152,6 +253,12 @@ class PoolsFile(_Part):
         twice = sorted({name for name in names if names.count(name) > 1})
         if twice:
             raise ValueError(f"several pools are named {', '.join(twice)}")
+        if len(self.owner) > _OWNER_CHARACTERS and any(
+            pool.kind == "kubernetes" for pool in self.pools
+        ):
+            raise ValueError(
+                f"with pools of Kubernetes, owner has up to {_OWNER_CHARACTERS} characters"
+            )
         return self
 
 

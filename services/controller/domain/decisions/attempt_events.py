@@ -18,7 +18,7 @@ from services.contract.messages.facts import (
     LaunchRefused,
 )
 from services.contract.words.states import CheckpointState, JobState
-from services.controller.domain.decisions import diagnose
+from services.controller.domain.decisions import diagnose, replicas
 from services.controller.domain.decisions.attempt_end import settle
 from services.controller.domain.job import checkpoint as checkpoints
 from services.controller.domain.job.attempt import ATTEMPTS_KEPT, Attempt, NodeExit, NodeFindings
@@ -59,6 +59,7 @@ def on_placed(event: GangPlaced, draft: Draft) -> None:
         resumed_step=source.step,
         started_ms=draft.now_ms,
         last_step=source.step,
+        replicas=replicas.book_of(job, event.plan),
     )
     if job.attempts and job.attempts[-1].world_size != attempt.world_size:
         _note_resize(draft, job.attempts[-1], attempt.world_size)
@@ -102,7 +103,8 @@ def on_launched(fact: GangLaunched, draft: Draft) -> None:
         return
     answered(draft)
     launched = (*attempt.launched, fact.node_id)
-    draft.change_attempt(launched=launched, store=attempt.store or fact.store)
+    addresses = {**attempt.addresses, fact.node_id: fact.addresses}
+    draft.change_attempt(launched=launched, store=attempt.store or fact.store, addresses=addresses)
     if attempt.store is None and not attempt.has_failed and draft.job.stop is None:
         _launch(draft, [n for n in attempt.live_nodes if n not in launched])
     if draft.job.state == JobState.PLACING and len(launched) == len(attempt.incarnations):
@@ -162,7 +164,16 @@ def on_ended(fact: GangEnded, draft: Draft) -> None:
     if attempt is None or fact.node_id not in attempt.live_nodes:
         return
     answered(draft)
-    exits = tuple(NodeExit(node_id=fact.node_id, exit=gone) for gone in fact.exits)
+    replicas.leave_behind(draft, fact.exits)
+    attempt = draft.job.attempts[-1]
+    book = attempt.replicas
+    counting = [gone for gone in fact.exits if book is None or book.has(gone.rank)]
+    ended_well = all(gone.finished or gone.drained for gone in counting)
+    if not ended_well and replicas.survives(draft, fact.node_id):
+        replicas.lose_node(draft, fact.node_id, f"the ranks on {fact.node_id} ended")
+        draft.change_attempt(ended_nodes=(*attempt.ended_nodes, fact.node_id))
+        return
+    exits = tuple(NodeExit(node_id=fact.node_id, exit=gone) for gone in counting)
     hang = () if fact.hang is None else (NodeFindings(node_id=fact.node_id, findings=fact.hang),)
     draft.change_attempt(
         ended_nodes=(*attempt.ended_nodes, fact.node_id),
@@ -171,10 +182,12 @@ def on_ended(fact: GangEnded, draft: Draft) -> None:
         hang=attempt.hang + hang,
         oom_kills=attempt.oom_kills + fact.oom_kills,
     )
-    if not all(gone.finished or gone.drained for gone in fact.exits):
+    if ended_well:
+        _kill(draft, replicas.idle_nodes(draft))
+    else:
         if fact.first_exit_s is not None and attempt.failed_ms is None:
             draft.change_attempt(failed_ms=draft.now_ms - int(fact.first_exit_s * 1000))
-        _kill_rest(draft)
+        _kill_rest(draft, look=fact.hang is not None)
     settle(draft)
 
 
@@ -187,7 +200,7 @@ def on_diagnosed(fact: GangDiagnosed, draft: Draft) -> None:
     if look in attempt.looks:
         return
     looks = (*(known for known in attempt.looks if known.node_id != fact.node_id), look)
-    found = diagnose.of_findings(looks, attempt.world_size)
+    found = diagnose.of_findings(looks, attempt.world_size, attempt.addresses)
     found = found.model_copy(update={"live": True, "at_ms": draft.now_ms})
     draft.change_attempt(diagnosis=found, looks=looks)
     if len(looks) == len(attempt.live_nodes):
@@ -202,16 +215,34 @@ def on_node_lost(event: NodeLost, draft: Draft) -> None:
     is_waited_for = attempt.is_over and event.node_id == draft.job.head_node
     if event.node_id not in attempt.live_nodes and not is_waited_for:
         return
+    if not is_waited_for and replicas.survives(draft, event.node_id):
+        # Should it only have been cut off, this is the first it hears.
+        _kill(draft, (event.node_id,))
+        replicas.lose_node(draft, event.node_id, event.reason)
+        draft.change_attempt(
+            lost_nodes=(*attempt.lost_nodes, event.node_id),
+            last_step=max(attempt.last_step, event.last_step),
+        )
+        return
     # Sent to the lost node too: should it only have been cut off, this is the first it hears.
     _kill(draft, attempt.live_nodes)
     draft.change_attempt(
-        lost=attempt.lost or event.reason,
+        lost=attempt.lost or _why_lost(event),
         lost_nodes=(*attempt.lost_nodes, event.node_id),
         farewell=event.farewell if attempt.lost is None else attempt.farewell,
         failed_ms=event.seen_ms if attempt.failed_ms is None else attempt.failed_ms,
         last_step=max(attempt.last_step, event.last_step),
     )
     settle(draft)
+
+
+def _why_lost(event: NodeLost) -> str:
+    if event.trained_on_s is None:
+        return event.reason
+    return (
+        f"{event.reason}; its ranks took part in steps for {event.trained_on_s:.1f} s after its agent was last heard "
+        f"of: {event.node_id} runs, but its agent does not, or the network between {event.node_id} and Redis is down"
+    )
 
 
 def on_evaluated(fact: Evaluated, draft: Draft) -> None:
@@ -379,13 +410,13 @@ def _launch(draft: Draft, nodes: Sequence[str]) -> None:
         draft.send(command, [node])
 
 
-def _kill_rest(draft: Draft) -> None:
+def _kill_rest(draft: Draft, *, look: bool = False) -> None:
     attempt = draft.job.attempt
     if attempt is not None:
-        _kill(draft, attempt.live_nodes)
+        _kill(draft, attempt.live_nodes, look=look)
 
 
-def _kill(draft: Draft, nodes: tuple[str, ...]) -> None:
+def _kill(draft: Draft, nodes: tuple[str, ...], *, look: bool = False) -> None:
     if nodes:
         fence = draft.job.attempts[-1].fence
-        draft.send(StopGang(job_id=draft.job.id, fence=fence, mode="kill"), nodes)
+        draft.send(StopGang(job_id=draft.job.id, fence=fence, mode="kill", look=look), nodes)
