@@ -45,6 +45,7 @@ class Inventory(Message):
     """The resources of a node. ``cpu_slots`` is how many CPU ranks it runs at a time.
 
     ``storage_id``: the name that the storage of checkpoints has for all nodes that share it; None: unknown.
+    ``storage_fault``: why no job could use it when the agent started, as far as that was tried.
     """
 
     hostname: Name
@@ -54,6 +55,7 @@ class Inventory(Message):
     accelerators: Annotated[tuple[Device, ...], AtMostOnePerRank] = ()
     versions: Versions = Field(default_factory=dict)
     storage_id: Name | None = None
+    storage_fault: Text | None = None
 
 
 class RunningGang(OfAttempt):
