@@ -54,7 +54,7 @@ def pooled(
     }
     file = folder / _FILE
     file.write_text(json.dumps({"agent": agent, "pools": [{**common, **pool}]}))  # JSON is YAML
-    with Cluster(folder, {}, MESHLOOM_POOLS_FILE=str(file), **settings) as cluster:
+    with Cluster(folder, {}, {}, MESHLOOM_POOLS_FILE=str(file), **settings) as cluster:
         yield cluster
 
 
