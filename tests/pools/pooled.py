@@ -88,7 +88,12 @@ def launch_again(
         await own.pool.provision(_AGAIN, {name: process})
         await own.pool.close()
 
+    # It would give back what is asked for half.
+    controller = psutil.Process(cluster.controller.pid)
+    controller.suspend()
     asyncio.run(ask())
+    until((cluster.folder / "again.log").exists)
+    controller.resume()
 
 
 def again_gave_up(cluster: Cluster) -> None:
