@@ -23,6 +23,19 @@ class UnreachableError(ClientError):
     """No controller answers at the URL."""
 
 
+def unreachable(base_url: str, error: httpx.TransportError) -> UnreachableError:
+    """The error for a request that nothing answered, with what to do."""
+    if "CERTIFICATE_VERIFY_FAILED" in str(error):
+        return UnreachableError(
+            f"the certificate of {base_url} is not trusted ({error}); set SSL_CERT_FILE to the file "
+            "of the authority that signed it, and connect by a name that the certificate has"
+        )
+    return UnreachableError(
+        f"no controller answers at {base_url} ({error}); start one with `make up`, "
+        "or set MESHLOOM_URL"
+    )
+
+
 class RefusedError(ClientError):
     """The controller refused the request.
 

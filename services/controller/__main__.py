@@ -26,7 +26,12 @@ from services.controller.adapters.pools.pools_file import PoolsFileError
 from services.controller.adapters.redis import redis_ports
 from services.controller.adapters.storage.exports import FolderExports
 from services.controller.api.app import create_app
-from services.controller.api.connections import BoundedProtocol, ConnectionLimits
+from services.controller.api.certificate import CertificateError, ServerCertificate
+from services.controller.api.connections import (
+    BoundedProtocol,
+    BoundedTlsProtocol,
+    ConnectionLimits,
+)
 from services.controller.api.context import Context
 from services.controller.api.guard import AccessPolicy
 from services.controller.api.monitoring import Monitor
@@ -56,11 +61,18 @@ class ControllerServer(uvicorn.Server):
     Args:
         config: As uvicorn wants it.
         stopping: Set at the first signal.
+        certificate: With which it serves HTTPS; None: HTTP.
     """
 
-    def __init__(self, config: uvicorn.Config, stopping: asyncio.Event) -> None:
+    def __init__(
+        self,
+        config: uvicorn.Config,
+        stopping: asyncio.Event,
+        certificate: ServerCertificate | None = None,
+    ) -> None:
         super().__init__(config)
         self._stopping = stopping
+        self._certificate = certificate
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         """End: the streams first, for uvicorn waits for them."""
@@ -70,6 +82,8 @@ class ControllerServer(uvicorn.Server):
     async def main_loop(self) -> None:
         """Serve until told to end. It looks each second, where uvicorn's own looks ten times."""
         while not await self.on_tick(0):
+            if self._certificate is not None:
+                self._certificate.renew()
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(_TICK_S):
                     await self._stopping.wait()
@@ -91,6 +105,11 @@ def main() -> None:
         sys.stderr.write(f"meshloom-controller: {error}\n")
         sys.exit(2)
     try:
+        certificate = _certificate(settings)
+    except CertificateError as error:
+        sys.stderr.write(f"meshloom-controller: MESHLOOM_TLS_CERT: {error}\n")
+        sys.exit(2)
+    try:
         listener = _listen(settings.host, settings.port)
     except OSError as error:
         sys.stderr.write(
@@ -98,21 +117,27 @@ def main() -> None:
             f"({error.strerror}); set MESHLOOM_PORT to a free port, or to 0 for any\n"
         )
         sys.exit(1)
-    asyncio.run(_serve_until_signalled(settings, listener, pools))
+    asyncio.run(_serve_until_signalled(settings, listener, pools, certificate))
 
 
 async def _serve_until_signalled(
-    settings: Settings, listener: socket.socket, pools: Sequence[RunnablePool]
+    settings: Settings,
+    listener: socket.socket,
+    pools: Sequence[RunnablePool],
+    certificate: ServerCertificate | None,
 ) -> None:
     # uvicorn raises the signal again once it has shut down; without a handler of ours that would
     # end the process before the lead is given back.
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, lambda: None)
-    await serve(settings, listener, pools)
+    await serve(settings, listener, pools, certificate)
 
 
 async def serve(
-    settings: Settings, listener: socket.socket, pools: Sequence[RunnablePool] = ()
+    settings: Settings,
+    listener: socket.socket,
+    pools: Sequence[RunnablePool] = (),
+    certificate: ServerCertificate | None = None,
 ) -> None:
     """Serve on ``listener``, and lead whenever the lead is free, until a signal comes."""
     stopping = asyncio.Event()
@@ -178,22 +203,32 @@ async def serve(
             lifespan="off",
             server_header=False,
             timeout_graceful_shutdown=_GRACE_S,
-            http=BoundedProtocol.within(
+            http=(BoundedProtocol if certificate is None else BoundedTlsProtocol).within(
                 ConnectionLimits(settings.request_timeout_s, settings.max_connections)
             ),
             # No route speaks WebSocket; none of its libraries need look at a request.
             ws="none",
         )
+        if certificate is not None:
+            config.load()
+            config.ssl = certificate.context
         leading = asyncio.create_task(leader.lead())
         leading.add_done_callback(_die_with_the_leader)
         host, port = listener.getsockname()[:2]
-        _log.info("listening", url=f"http://{_bracketed(host)}:{port}", holder=holder)
+        scheme = "http" if certificate is None else "https"
+        _log.info("listening", url=f"{scheme}://{_bracketed(host)}:{port}", holder=holder)
         try:
-            await ControllerServer(config, stopping).serve(sockets=[listener])
+            await ControllerServer(config, stopping, certificate).serve(sockets=[listener])
         finally:
             leading.cancel()
             await asyncio.wait([leading])
             _log.info("stopped")
+
+
+def _certificate(settings: Settings) -> ServerCertificate | None:
+    if settings.tls_cert is None:
+        return None
+    return ServerCertificate(settings.tls_cert, settings.tls_key)
 
 
 def _pools(settings: Settings) -> Sequence[RunnablePool]:

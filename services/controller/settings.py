@@ -41,6 +41,14 @@ class Settings(BaseSettings):
         le=65_535,
         description="The controller's port; 0 takes a free one, which the log line `listening` names.",
     )
+    tls_cert: Path | None = Field(
+        default=None,
+        description="File with the controller's certificate and those that lead to its authority; the port then speaks HTTPS alone. Read again when it changes. Unset: plain HTTP.",
+    )
+    tls_key: Path | None = Field(
+        default=None,
+        description="File with that certificate's key; unset: it is in the certificate's file.",
+    )
     redis_url: str = Field(
         description="The Redis server; `rediss://` for TLS. `make up` starts one where it is not set."
     )
@@ -211,6 +219,12 @@ class Settings(BaseSettings):
             cert=self.redis_cert,
             key=self.redis_key,
         )
+
+    @model_validator(mode="after")
+    def _a_key_has_its_certificate(self) -> Self:
+        if self.tls_key is not None and self.tls_cert is None:
+            raise ValueError("MESHLOOM_TLS_KEY: a key needs its certificate: set MESHLOOM_TLS_CERT")
+        return self
 
     @model_validator(mode="after")
     def _redis_can_be_trusted(self) -> Self:

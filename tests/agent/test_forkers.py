@@ -18,6 +18,7 @@ from services.contract.messages.facts import Fact, GangLaunched, LaunchRefused
 from services.contract.messages.warm_channel import NODE_MARK, RankForked, RankReaped
 from services.local.settings import child_environment
 from services.worker.agent.host.folders import NodeFolder
+from services.worker.agent.host.network import Network
 from services.worker.agent.node_commands import NodeCommands
 from services.worker.agent.ranks import template_link, warm_keeper
 from services.worker.agent.ranks.admission import Admission
@@ -74,7 +75,9 @@ async def forkers(folder: Path) -> AsyncIterator[Forkers]:
     keeper = WarmKeeper(imported, mark, node)
     admission = Admission(entry_points(None, otherwise_any=True), folder, ())
     codes = cast("CodeCache", NoCode())
-    launcher = Launcher(NODE, "127.0.0.1", folder / "checkpoints", keeper, admission, codes)
+    launcher = Launcher(
+        NODE, Network("127.0.0.1", "lo"), folder / "checkpoints", keeper, admission, codes
+    )
     made = Forkers(keeper, launcher, node)
     running = asyncio.create_task(keeper.run(made.told.append, made.ends.put_nowait))
     try:

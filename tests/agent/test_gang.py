@@ -13,6 +13,7 @@ from services.contract.messages.facts import (
     ExitStanding,
     RankExit,
 )
+from services.contract.messages.findings import Findings
 from services.contract.messages.rank_pipe import (
     RankCheckpointBegan,
     RankCheckpointFailed,
@@ -31,6 +32,7 @@ from services.contract.words.states import RankPhase
 from services.worker.agent.gangs.decisions import (
     ECHO_WAITS_S,
     FAILED_LEAVES_WITHIN_S,
+    LOOKED_INTO_WITHIN_S,
     WEDGED_AFTER_S,
     decide,
 )
@@ -44,6 +46,8 @@ from services.worker.agent.gangs.events import (
     Instruct,
     Kill,
     LookedAt,
+    LookedInto,
+    LookInto,
     MessageCame,
     Misbehaved,
     StopAsked,
@@ -98,6 +102,26 @@ def lost_peer(rank: int) -> MessageCame:
 def test_the_others_are_killed_when_a_rank_reports_an_error_and_it_leaves_by_itself() -> None:
     _, effects = after(gang(), failed(1))
     assert effects == [Kill((0, 2))]
+
+
+def test_ranks_that_another_nodes_wait_for_are_looked_into_before_they_are_killed() -> None:
+    asked = StopAsked(StopGang(job_id=JOB, fence=1, mode="kill", look=True))
+    state, effects = after(gang(2), asked)
+    (look,) = effects
+    assert isinstance(look, LookInto)
+    assert after(state, asked)[1] == []  # it was sent again
+    findings = Findings(why="hang", still_s=6.0, allowed_s=5.0, ranks=())
+    state, effects = after(state, LookedInto(findings))
+    assert effects == [Kill((0, 1))]
+    assert state.hang == findings
+    # What has failed tells by itself, and there is nothing to see of what is dead.
+    assert after(gang(2), failed(0), asked)[1] == [Kill((1,)), Kill((0,))]
+
+
+def test_ranks_whose_look_takes_too_long_are_killed_all_the_same() -> None:
+    asked = StopAsked(StopGang(job_id=JOB, fence=1, mode="kill", look=True))
+    _, effects = after(gang(2), asked, (LOOKED_INTO_WITHIN_S, Ticked()))
+    assert effects[1:] == [Kill((0, 1))]
 
 
 def test_a_rank_that_reported_an_error_and_stays_is_killed_too() -> None:

@@ -168,3 +168,8 @@ def test_what_ranks_need_is_passed_on(monkeypatch: pytest.MonkeyPatch) -> None:
     assert environment["CUDA_VISIBLE_DEVICES"] == "0"
     assert environment["PYTHONPATH"] == "/theirs"
     assert environment[NODE_MARK] == "mark"
+
+
+def test_nccl_is_given_the_interface_by_its_whole_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("NCCL_SOCKET_IFNAME", raising=False)
+    assert rank_environment(settings(), "mark", "eth1")["NCCL_SOCKET_IFNAME"] == "=eth1"

@@ -3,16 +3,22 @@
 import asyncio
 import contextlib
 import socket
+import ssl
 from collections.abc import AsyncIterator, Callable, Iterator
 from dataclasses import dataclass
 
 import httpx2
 import pytest
+import trustme
 import uvicorn
 from starlette.types import Receive, Scope, Send
 from uvicorn.server import ServerState
 
-from services.controller.api.connections import BoundedProtocol, ConnectionLimits
+from services.controller.api.connections import (
+    BoundedProtocol,
+    BoundedTlsProtocol,
+    ConnectionLimits,
+)
 from services.local.embedded_redis import EmbeddedRedis
 from tests.controller.conftest import job_body
 from tests.controller.test_process import Controller, started
@@ -168,7 +174,9 @@ class Served:
 
 
 @contextlib.asynccontextmanager
-async def served(limits: ConnectionLimits, parts: list[int] | None = None) -> AsyncIterator[Served]:
+async def served(
+    limits: ConnectionLimits, parts: list[int] | None = None, tls: ssl.SSLContext | None = None
+) -> AsyncIterator[Served]:
     """Serve; ``parts`` are the sizes in which a request's body comes."""
 
     async def answer(_scope: Scope, receive: Receive, send: Send) -> None:
@@ -183,11 +191,12 @@ async def served(limits: ConnectionLimits, parts: list[int] | None = None) -> As
         await send({"type": "http.response.body"})
 
     config = uvicorn.Config(answer, log_config=None, lifespan="off")
-    state, protocol = ServerState(), BoundedProtocol.within(limits)
+    kind = BoundedProtocol if tls is None else BoundedTlsProtocol
+    state, protocol = ServerState(), kind.within(limits)
     # As the controller's own: asyncio asks for no TCP_NODELAY on what it accepts.
     listener = socket.create_server(("127.0.0.1", 0))
     server = await asyncio.get_running_loop().create_server(
-        lambda: protocol(config, state, {}), sock=listener
+        lambda: protocol(config, state, {}), sock=listener, ssl=tls
     )
     try:
         yield Served(listener.getsockname(), state)
@@ -235,20 +244,37 @@ async def test_who_reads_slowly_is_waited_for() -> None:
         writer.close()
 
 
+@pytest.fixture
+def tls() -> tuple[ssl.SSLContext, ssl.SSLContext]:
+    """Of a server, and of a client that trusts it."""
+    authority = trustme.CA()
+    server = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    authority.issue_cert("localhost").configure_cert(server)
+    client = ssl.create_default_context()
+    authority.configure_trust(client)
+    return server, client
+
+
 @pytest.mark.anyio
-async def test_chunks_of_a_byte_are_taken_a_few_at_a_time_and_not_for_long() -> None:
+@pytest.mark.parametrize("is_tls", [False, True], ids=["http", "https"])
+async def test_chunks_of_a_byte_are_taken_a_few_at_a_time_and_not_for_long(
+    tls: tuple[ssl.SSLContext, ssl.SSLContext],
+    is_tls: bool,  # noqa: FBT001 a parameter of pytest's
+) -> None:
+    ours, theirs = tls if is_tls else (None, None)
+    named = {"ssl": theirs, "server_hostname": "localhost"} if is_tls else {}
     head = b"POST / HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n"
     sizes: list[int] = []
-    async with served(ConnectionLimits(), sizes) as server:
-        reader, writer = await asyncio.open_connection(*server.address)
+    async with served(ConnectionLimits(), sizes, ours) as server:
+        reader, writer = await asyncio.open_connection(*server.address, **named)
         writer.write(head + b"1\r\na\r\n" * 20_000 + b"0\r\n\r\n")
         await reader.readline()
         await sooner_or_later(lambda: sum(sizes) == 20_000)
         writer.close()
         # Each is parsed before anything else has its turn.
         assert max(sizes) < 10_000
-        reader, writer = await asyncio.open_connection(*server.address)
-        with contextlib.suppress(ConnectionError):
+        reader, writer = await asyncio.open_connection(*server.address, **named)
+        with contextlib.suppress(ConnectionError, ssl.SSLError):
             writer.write(head + b"1\r\na\r\n" * 100_000)
             await reader.read()
         await sooner_or_later(lambda: not server.state.connections)

@@ -2,14 +2,17 @@
 
 import pytest
 
+from services.contract.messages.base import Address
 from services.contract.messages.facts import AGENT_DIED, RankExit
-from services.contract.messages.findings import Findings, RankFinding
+from services.contract.messages.findings import Findings, RankFinding, Unanswered
+from services.contract.messages.telemetry import RankSample
 from services.contract.words.states import ExitReason, FailureClass, JobState
 from services.controller.domain.decisions import diagnose, retry
 from services.controller.domain.decisions.dispatch import decide
 from services.controller.domain.job.attempt import Attempt, Diagnosis, NodeExit, NodeFindings
 from services.controller.domain.job.events import DiagnosisAsked, KillAsked, NodeLost
 from services.controller.domain.job.job import Job
+from services.controller.use_cases.last_seen import trained_on_s
 from tests.controller.histories import (
     NODE,
     NOW,
@@ -306,3 +309,99 @@ def test_asking_looks_into_the_nodes_of_the_newest_attempt() -> None:
 def test_who_asks_of_a_job_without_ranks_is_told_where_to_look() -> None:
     with pytest.raises(Exception, match="diagnosis"):
         decide(new_job(), DiagnosisAsked(), NOW)
+
+
+HERE, THERE = "fd71::3", "fd71::4"
+ADDRESSES = {"loom-1": ("10.0.0.3", HERE), "loom-2": ("10.0.0.4", THERE)}
+
+
+def silent(here: str, there: str, retries: int, port: int = 4711) -> Unanswered:
+    ends = (Address(host=here, port=port), Address(host=there, port=port + 1))
+    return Unanswered(here=ends[0], there=ends[1], retries=retries, waiting_bytes=96)
+
+
+def over_two(*ranks: RankFinding) -> Diagnosis:
+    """The first of the ranks is on one node, the others are on the other."""
+    parts = [
+        NodeFindings(
+            node_id=node,
+            findings=Findings(why="hang", still_s=5.2, allowed_s=5.0, ranks=its),
+        )
+        for node, its in (("loom-1", ranks[:1]), ("loom-2", ranks[1:]))
+        if its
+    ]
+    return diagnose.of_findings(parts, 2, ADDRESSES)
+
+
+def test_a_link_that_carries_nothing_is_named_with_its_nodes_and_the_ranks_that_wait() -> None:
+    found = over_two(
+        finding(0, unanswered=(silent(HERE, THERE, 4),)),
+        finding(
+            1,
+            unanswered=(
+                silent(THERE, HERE, 3, port=4712).model_copy(
+                    update={"there": Address(host=HERE, port=4711)}
+                ),
+            ),
+        ),
+    )
+    assert (found.verdict, found.rank) == (FailureClass.NETWORK, None)
+    assert "nodes loom-1 and loom-2 do not reach each other" in found.summary
+    assert "rank 0 on loom-1 waits for rank 1 on loom-2" in found.summary
+    assert "96 bytes to fd71::4 port 4712 sent again 4 times" in found.evidence[0]
+    assert "MESHLOOM_INTERFACE" in found.advice
+
+
+def test_a_link_is_named_by_what_one_end_alone_has_seen() -> None:
+    found = over_two(finding(0, unanswered=(silent(HERE, THERE, 3),)))
+    assert found.verdict is FailureClass.NETWORK
+    assert "rank 0 on loom-1 waits for ranks on loom-2" in found.summary
+
+
+@pytest.mark.parametrize(
+    "connection",
+    [
+        silent(HERE, THERE, 2),  # as on any link that loses a packet
+        silent(HERE, "192.0.2.9", 9),  # of the user's own code, to a host of no gang
+        silent(HERE, "10.0.0.3", 9),  # to itself
+    ],
+)
+def test_other_connections_without_an_answer_are_no_broken_link(connection: Unanswered) -> None:
+    found = over_two(finding(0, unanswered=(connection,)), finding(1))
+    assert found.verdict is FailureClass.COLLECTIVE_MISMATCH
+
+
+def test_an_address_that_nodes_of_one_machine_share_names_no_link() -> None:
+    shared = {"loom-1": ("127.0.0.1",), "loom-2": ("127.0.0.1",)}
+    part = NodeFindings(
+        node_id="loom-1",
+        findings=Findings(
+            why="hang",
+            still_s=5.2,
+            allowed_s=5.0,
+            ranks=(finding(0, unanswered=(silent("127.0.0.1", "127.0.0.1", 9),)),),
+        ),
+    )
+    assert diagnose.of_findings([part], 2, shared).verdict is FailureClass.HANG
+
+
+def test_a_process_that_is_stopped_comes_before_a_link_that_carries_nothing() -> None:
+    tried = (silent(HERE, THERE, 4),)
+    found = over_two(finding(0, unanswered=tried), finding(1, process="T", frames=()))
+    assert (found.verdict, found.rank) == (FailureClass.FROZEN, 1)
+
+
+def sample(rank: int, node: str, step: int, seen_ms: int, age_s: float = 0.0) -> RankSample:
+    return RankSample(
+        rank=rank, local_rank=0, fence=1, node_id=node, device="cpu", pid=1, phase="FORWARD",
+        step=step, seen_ms=seen_ms, beat_age_s=age_s,
+    )  # fmt: skip
+
+
+def test_ranks_of_a_silent_node_lived_as_long_as_others_made_steps_with_them() -> None:
+    lost = sample(0, "loom-1", 10, 100_000)
+    assert trained_on_s([lost, sample(1, "loom-2", 20, 105_000, 1.0)], "loom-1") == 4.0
+    # One step more may have been done before; and who waits has made none since.
+    assert trained_on_s([lost, sample(1, "loom-2", 11, 105_000)], "loom-1") is None
+    assert trained_on_s([lost, sample(1, "loom-2", 20, 105_000, 4.5)], "loom-1") is None
+    assert trained_on_s([sample(1, "loom-2", 20, 105_000)], "loom-1") is None

@@ -247,3 +247,40 @@ def test_ranks_that_hang_because_a_node_is_gone_are_not_blamed() -> None:
         assert attempt.failure.error == "loom-2 is lost"
         assert attempt.diagnosis is not None
         assert attempt.diagnosis.verdict is FailureClass.NODE_LOST
+
+
+def test_what_the_other_nodes_see_is_asked_for_before_ranks_that_hang_are_killed_there() -> None:
+    job = starting()
+    (kill,) = sent(decide(job, hung(job, HEAD), NOW), StopGang)
+    assert isinstance(kill.command, StopGang)
+    assert (kill.node_id, kill.command.mode, kill.command.look) == (OTHER, "kill", True)
+    failed = ended(job, HEAD, exit_code=1)
+    (plain,) = sent(decide(job, failed, NOW), StopGang)
+    assert isinstance(plain.command, StopGang)
+    assert not plain.command.look  # nobody hangs: the next attempt shall not wait
+
+
+def test_ranks_that_lost_each_other_and_did_not_fail_blame_the_network() -> None:
+    job = starting()
+    said = {"exit_code": 1, "error": "DistStoreError: wait timeout", "traceback": "Traceback"}
+    echoes = [ended(job, node, standing=ExitStanding.ECHO, **said) for node in (HEAD, OTHER)]
+    (attempt,) = play(job, echoes).job.attempts
+    assert attempt.diagnosis is not None
+    assert attempt.diagnosis.verdict is FailureClass.NETWORK
+    assert f"ranks on {HEAD}, {OTHER} did not find or lost each other" in attempt.diagnosis.summary
+    own = ended(job, OTHER, **{**said, "error": "ValueError: no"})
+    (attempt,) = play(job, [echoes[0], own]).job.attempts
+    assert attempt.diagnosis is not None
+    assert attempt.diagnosis.verdict is FailureClass.USER_ERROR
+
+
+def test_a_node_whose_ranks_trained_on_is_told_from_one_that_is_gone() -> None:
+    job = starting()
+    head = ended(job, HEAD, signal=9, standing=ExitStanding.VICTIM)
+    for on_s, is_said in ((4.2, True), (None, False)):
+        lost = NodeLost(OTHER, "loom-2 is lost", trained_on_s=on_s)
+        (attempt,) = play(job, [lost, head]).job.attempts
+        assert attempt.diagnosis is not None
+        assert attempt.diagnosis.summary.startswith("loom-2 is lost")
+        told = "for 4.2 s after its agent was last heard of" in attempt.diagnosis.summary
+        assert told is is_said

@@ -17,7 +17,7 @@ from meshloom.client.answers import (
     retry_options,
 )
 from meshloom.client.downloads import PartialFile
-from meshloom.client.errors import RefusedError, UnreachableError, refusal
+from meshloom.client.errors import RefusedError, UnreachableError, refusal, unreachable
 from services.contract.words.problems import Problem
 
 
@@ -102,10 +102,7 @@ class AsyncTransport:
         try:
             return await retrying(self._http.request, method, path, **options)
         except httpx.TransportError as error:
-            raise UnreachableError(
-                f"no controller answers at {self.base_url} ({error}); start one with `make up`, "
-                "or set MESHLOOM_URL"
-            ) from error
+            raise unreachable(self.base_url, error) from error
 
     async def fetch(self, path: str, file: PartialFile) -> None:
         """Download a file, or what is missing of it.

@@ -36,13 +36,15 @@ class StopGang(OfAttempt):
     """Stop all ranks of the attempt on this node.
 
     ``drain``: finish the agreed step, checkpoint as asked, exit; ranks that still live after
-    ``grace_s`` seconds are killed. ``kill``: SIGKILL at once.
+    ``grace_s`` seconds are killed. ``kill``: SIGKILL at once; with ``look`` they are looked into first, for on
+    another node of the gang they made no progress.
     """
 
     kind: Literal["stop_gang"] = "stop_gang"
     mode: Literal["drain", "kill"]
     checkpoint: Literal["required", "best_effort", "none"] = "best_effort"
     grace_s: float = Field(default=60.0, ge=0)
+    look: bool = False
 
 
 class TakeCheckpoint(OfAttempt):

@@ -12,6 +12,7 @@ from services.contract.messages.rank_pipe import LossUnit, ThroughputUnit
 from services.contract.storage.job_cards import JobCard
 from services.contract.storage.manifests import DamagedRecord, Manifest, ShardFile
 from services.contract.words.bounds import (
+    Addresses,
     AtMostOnePerRank,
     Baselines,
     Digest,
@@ -93,11 +94,13 @@ class GangLaunched(_GangFact):
     """All ranks of the attempt on this node are spawned: ``pids`` by rank.
 
     ``store``: where rank 0 listens for the others; None from nodes without rank 0.
+    ``addresses``: of the interface by which its ranks connect to those of other nodes.
     """
 
     kind: Literal["gang_launched"] = "gang_launched"
     pids: Annotated[dict[int, int], AtMostOnePerRank]
     store: Address | None = None
+    addresses: Addresses = ()
 
 
 class LaunchRefused(_GangFact):

@@ -4,10 +4,25 @@ from typing import Annotated, Final, Literal
 
 from pydantic import Field
 
-from services.contract.messages.base import Message
+from services.contract.messages.base import Address, Message
 from services.contract.words.bounds import AtMostOnePerRank, Name, Numbers, Text, Traceback
 
 _FRAMES: Final = 256
+MOST_CONNECTIONS: Final = 64
+
+
+class Unanswered(Message):
+    """A TCP connection on which what is sent gets no acknowledgement: it was sent again ``retries`` times.
+
+    ``here`` and ``there`` are its ends. ``waiting_bytes`` are sent or to be sent, and not acknowledged.
+    ``is_open``: it was opened before; if not, the other end has never answered.
+    """
+
+    here: Address
+    there: Address
+    retries: int = Field(ge=1)
+    waiting_bytes: int = Field(default=0, ge=0)
+    is_open: bool = True
 
 
 class RankFinding(Message):
@@ -18,7 +33,7 @@ class RankFinding(Message):
     the rank's interpreter lock is needed. ``frames`` are the Python frames of the training thread,
     innermost first; ``stacks`` those of all threads as faulthandler writes them, None where the
     rank did not answer. ``lost_thread``: the last that it wrote to stderr tells of a thread that ended
-    because memory was refused.
+    because memory was refused. ``unanswered``: its connections whose other end acknowledges nothing.
     """
 
     rank: int = Field(ge=0)
@@ -34,6 +49,7 @@ class RankFinding(Message):
     frames: Annotated[tuple[Text, ...], Field(max_length=_FRAMES)] = ()
     stacks: Traceback | None = None
     lost_thread: bool = False
+    unanswered: Annotated[tuple[Unanswered, ...], Field(max_length=MOST_CONNECTIONS)] = ()
 
 
 class Findings(Message):

@@ -4,6 +4,7 @@ from pathlib import Path
 from urllib.parse import quote, urlencode, urlsplit, urlunsplit
 
 _TLS = "rediss"
+_UNTRUSTED = "CERTIFICATE_VERIFY_FAILED"
 
 
 def redis_address(
@@ -40,6 +41,16 @@ def redis_address(
         raise ValueError("MESHLOOM_REDIS_KEY: a key needs its certificate: set MESHLOOM_REDIS_CERT")
     query = "&".join(part for part in (parts.query, urlencode(given)) if part)
     return urlunsplit(parts._replace(query=query))
+
+
+def with_advice(error: str) -> str:
+    """What a connection to Redis failed with, and what to do where its certificate is not trusted."""
+    if _UNTRUSTED not in error:
+        return error
+    return (
+        f"{error.rstrip('.')}; set MESHLOOM_REDIS_CA to the file of the authority that signed Redis's certificate, and "
+        "name Redis in MESHLOOM_REDIS_URL as the certificate does"
+    )
 
 
 def _with_password(url: str, password: str) -> str:

@@ -23,6 +23,7 @@ _ERROR_TYPES_KEPT: Final = 32
 _NOTICES_KEPT: Final = 8
 _VERSIONS_KEPT: Final = 64
 _GROUPS_KEPT: Final = 64
+_ADDRESSES_KEPT: Final = 16
 _MOST: Final = (1 << 63) - 1
 MOST_SECONDS: Final = 1e9
 """No duration that a rank reports is longer: some thirty years. Beyond it sums would overflow."""
@@ -147,6 +148,8 @@ Digest = Annotated[
     StringConstraints(max_length=1_024),
     BeforeValidator(lambda text: encodable(text) if isinstance(text, str) else text),
 ]
+Addresses = Annotated[tuple[Name, ...], _first(_ADDRESSES_KEPT)]
+"""Of an interface, the first 16."""
 Incarnation = Annotated[str, StringConstraints(max_length=NAME_CHARACTERS)]
 Baselines = Annotated[dict[str, float], BeforeValidator(_few_baselines)]
 """Losses of simple models by their names, the first eight that are finite."""

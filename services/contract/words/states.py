@@ -55,6 +55,7 @@ class FailureClass(StrEnum):
     DATA_STALL = "data_stall"
     NAN = "nan"
     NODE_LOST = "node_lost"
+    NETWORK = "network"
     KILLED_BY_OPERATOR = "killed_by_operator"
     USER_ERROR = "user_error"
     HANG = "hang"

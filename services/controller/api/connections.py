@@ -174,6 +174,22 @@ class BoundedProtocol(H11Protocol):
         return min(waiting)[2] if waiting else self
 
 
+class BoundedTlsProtocol(BoundedProtocol, asyncio.BufferedProtocol):
+    """The same behind TLS, where the transport would hand over 256 KiB at once, had it no buffer to fill."""
+
+    def __init__(self, *arguments: Any, **options: Any) -> None:  # noqa: ANN401 passed through to uvicorn
+        super().__init__(*arguments, **options)
+        self._buffer = memoryview(bytearray(_READ_BYTES))
+
+    def get_buffer(self, sizehint: int) -> memoryview:  # noqa: ARG002 asyncio names it
+        """Where the next bytes go; what is left over comes in a later turn of the loop."""
+        return self._buffer
+
+    def buffer_updated(self, nbytes: int) -> None:
+        """Take them."""
+        self.data_received(bytes(self._buffer[:nbytes]))
+
+
 def _cancel(timer: asyncio.TimerHandle | None) -> asyncio.TimerHandle | None:
     """What is left of a timer that is no longer wanted: nothing."""
     if timer is not None:

@@ -243,7 +243,7 @@ async def _lose_gangs(ports: Ports, node: Node, reason: str, epoch: int) -> None
         is_same_life = attempt.incarnations[node.id] == node.incarnation
         if is_same_life and node.state != NodeState.LOST:
             continue
-        seen = await last_seen(ports, stored.job)
+        seen = await last_seen(ports, stored.job, node.id)
         # Of an earlier life nobody knows whether it ended in an orderly way.
         farewell = is_same_life and node.left
         lost = NodeLost(node.id, reason, seen.step, seen.seen_ms, farewell=farewell)

@@ -236,9 +236,9 @@ class Reconciler:
             lease = unread.get(node_id)
             if lease and job.attempt and lease.incarnation == job.attempt.incarnations[node_id]:
                 continue
-            seen = await last_seen(self._ports, job)
+            seen = await last_seen(self._ports, job, node_id)
             farewell = _has_left(job, known.get(node_id))
-            lost = NodeLost(node_id, reason, seen.step, seen.seen_ms, farewell=farewell)
+            lost = NodeLost(node_id, reason, seen.step, seen.seen_ms, farewell, seen.trained_on_s)
             return await self._apply(job, lost, now_ms)
         if is_overdue(job, now_ms):
             _log.warning("answer_overdue", job_id=job.id, state=job.state)

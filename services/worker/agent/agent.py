@@ -13,7 +13,7 @@ from services.contract.messages.warm_channel import NODE_MARK
 from services.worker.agent.gangs.leftovers import Leftover, find_leftovers, forget_leftovers
 from services.worker.agent.host.devices import take_inventory
 from services.worker.agent.host.folders import NodeFolder
-from services.worker.agent.host.network import Network, find_network
+from services.worker.agent.host.network import Network, NoRouteError, find_network
 from services.worker.agent.host.processes import sweep
 from services.worker.agent.host.reserve import take_reserve
 from services.worker.agent.host.sentinel_keeper import SentinelKeeper
@@ -39,6 +39,7 @@ from services.worker.agent.streams.redis_clients import REDIS_AWAY, waiting_clie
 from services.worker.agent.supervisor import Supervisor
 
 _ENTERED_BY_OTHERS: Final = 0o711
+_LOOKS_FOR_A_WAY_EVERY_S: Final = 0.5
 _RANKS_GONE_WITHIN_S: Final = 5.0
 _TOLD_WITHIN_S: Final = 2.0
 _log = structlog.get_logger()
@@ -49,6 +50,7 @@ async def run_agent(settings: AgentSettings, stop: asyncio.Event) -> None:
 
     Raises:
         NodeBusyError: Another agent works in the node's folder.
+        NetworkError: The node has no such interface or address as the settings name.
         LeaseTakenError: Another agent elsewhere has the node id.
     """
     take_reserve()
@@ -60,7 +62,9 @@ async def run_agent(settings: AgentSettings, stop: asyncio.Event) -> None:
         await asyncio.to_thread(forget_drafts, folder.code)
         storage_id = await asyncio.to_thread(storage_identity, settings.checkpoint_root)
         inventory = await asyncio.to_thread(take_inventory, settings.cpu_slots, storage_id)
-        network = await asyncio.to_thread(find_network, settings.address, settings.redis_url)
+        network = await _network(settings, stop)
+        if network is None:
+            return
         async with (
             writing_client(settings.redis_address) as writing,
             waiting_client(settings.redis_address) as waiting,
@@ -74,6 +78,30 @@ async def run_agent(settings: AgentSettings, stop: asyncio.Event) -> None:
                 # The sentinel did it already, unless somebody killed the sentinel.
                 await asyncio.to_thread(sweep, folder.mark)
                 folder.remove_board_root()
+
+
+async def _network(settings: AgentSettings, stop: asyncio.Event) -> Network | None:
+    """Where other nodes reach this one; waits for a way to Redis. None: ``stop`` was set first.
+
+    A node whose network comes up after its agent must not give others an address of loopback for good.
+    """
+    is_told = False
+    while not stop.is_set():
+        try:
+            found = await asyncio.to_thread(
+                find_network, settings.interface, settings.address, settings.redis_url
+            )
+        except NoRouteError as error:
+            if not is_told:
+                _log.warning("no_network", why=str(error))
+            is_told = True
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(_LOOKS_FOR_A_WAY_EVERY_S):
+                    await stop.wait()
+        else:
+            _log.info("network", address=found.address, interface=found.interface)
+            return found
+    return None
 
 
 class Agent:
@@ -122,7 +150,7 @@ class Agent:
             node_commands,
             Launcher(
                 node_id,
-                network.address,
+                network,
                 settings.checkpoint_root,
                 self._warm,
                 settings.admission,

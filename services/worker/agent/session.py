@@ -14,6 +14,7 @@ from redis.exceptions import NoPermissionError
 from services.contract.messages.facts import Fact, Inventory, NodeJoined, NodeLeft
 from services.contract.messages.telemetry import StepRecord
 from services.contract.redis import redis_keys
+from services.contract.redis.redis_address import with_advice
 from services.contract.system.cancellation import end_if_told
 from services.worker.agent.storage.journal import Journal
 from services.worker.agent.streams.redis_clients import REDIS_AWAY, RULES_ARE_OLD, while_away
@@ -245,7 +246,7 @@ class Session:
     def _lost(self, why: str) -> None:
         if self._connected:
             self._connected = False
-            _log.warning("redis_unreachable", why=why)
+            _log.warning("redis_unreachable", why=with_advice(why))
 
 
 def _merged(held: Sequence[Records], taken: Sequence[Records]) -> list[Records]:

@@ -18,7 +18,6 @@ from services.contract.words.ids import NodeId
 from services.worker.agent.ranks.admission import Admission
 
 _OURS: Final = "MESHLOOM_"
-_INTERFACE_NAMES: Final = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
 _PASSED_ON: Final = frozenset(
     {
         *("PATH", "HOME", "USER", "LOGNAME", "SHELL", "LANG", "LANGUAGE", "TZ", "TMPDIR"),
@@ -84,7 +83,11 @@ class AgentSettings(BaseSettings):
     )
     address: str | None = Field(
         default=None,
-        description="Where other nodes reach this one, for gangs over several nodes; unset: the address from which it reaches Redis.",
+        description="Where other nodes reach this one, for gangs over several nodes; unset: the first address of the interface, or the address from which it reaches Redis.",
+    )
+    interface: str | None = Field(
+        default=None,
+        description="The network interface by which ranks of this node meet those of others; unset: the one that has the address.",
     )
     user_path: Annotated[tuple[Path, ...], NoDecode] = Field(
         default=(Path(),),
@@ -225,7 +228,10 @@ def rank_environment(settings: AgentSettings, mark: str, interface: str | None) 
     # rank sets the number that its seat allows.
     threads = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
     # Left alone, gloo takes what the host's name resolves to, which others may not reach.
-    network = {} if interface is None else dict.fromkeys(_INTERFACE_NAMES, interface)
+    network = {} if interface is None else {"GLOO_SOCKET_IFNAME": interface}
+    if interface is not None:
+        # Without "=", NCCL takes eth1 for the beginning of a name, such as that of eth10.
+        network["NCCL_SOCKET_IFNAME"] = f"={interface}"
     return {**network, **kept, **threads, NODE_MARK: mark}
 
 

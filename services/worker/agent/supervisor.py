@@ -276,6 +276,7 @@ class Supervisor:
                 node_id=self._node_id,
                 pids=crew.pids,
                 store=crew.store,
+                addresses=crew.addresses,
             )
         )
         gang.connect()

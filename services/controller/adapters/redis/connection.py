@@ -21,6 +21,7 @@ from redis.exceptions import ConnectionError as RedisConnectionError
 from redis.exceptions import NoPermissionError, OutOfMemoryError, ReadOnlyError, ResponseError
 from redis.exceptions import TimeoutError as RedisTimeoutError
 
+from services.contract.redis.redis_address import with_advice
 from services.controller.adapters.redis.script_parts import checked
 from services.controller.domain.errors import StoreUnavailableError
 
@@ -247,7 +248,7 @@ def answering() -> Iterator[None]:
             raise
         raise StoreUnavailableError(f"Redis refuses: {error}; {advice}") from error
     except (RedisConnectionError, RedisTimeoutError, OSError) as error:
-        raise StoreUnavailableError(f"Redis does not answer: {error}") from error
+        raise StoreUnavailableError(f"Redis does not answer: {with_advice(str(error))}") from error
 
 
 def is_mistyped(answer: object) -> bool:

@@ -102,7 +102,8 @@ def on_launched(fact: GangLaunched, draft: Draft) -> None:
         return
     answered(draft)
     launched = (*attempt.launched, fact.node_id)
-    draft.change_attempt(launched=launched, store=attempt.store or fact.store)
+    addresses = {**attempt.addresses, fact.node_id: fact.addresses}
+    draft.change_attempt(launched=launched, store=attempt.store or fact.store, addresses=addresses)
     if attempt.store is None and not attempt.has_failed and draft.job.stop is None:
         _launch(draft, [n for n in attempt.live_nodes if n not in launched])
     if draft.job.state == JobState.PLACING and len(launched) == len(attempt.incarnations):
@@ -174,7 +175,7 @@ def on_ended(fact: GangEnded, draft: Draft) -> None:
     if not all(gone.finished or gone.drained for gone in fact.exits):
         if fact.first_exit_s is not None and attempt.failed_ms is None:
             draft.change_attempt(failed_ms=draft.now_ms - int(fact.first_exit_s * 1000))
-        _kill_rest(draft)
+        _kill_rest(draft, look=fact.hang is not None)
     settle(draft)
 
 
@@ -187,7 +188,7 @@ def on_diagnosed(fact: GangDiagnosed, draft: Draft) -> None:
     if look in attempt.looks:
         return
     looks = (*(known for known in attempt.looks if known.node_id != fact.node_id), look)
-    found = diagnose.of_findings(looks, attempt.world_size)
+    found = diagnose.of_findings(looks, attempt.world_size, attempt.addresses)
     found = found.model_copy(update={"live": True, "at_ms": draft.now_ms})
     draft.change_attempt(diagnosis=found, looks=looks)
     if len(looks) == len(attempt.live_nodes):
@@ -205,13 +206,22 @@ def on_node_lost(event: NodeLost, draft: Draft) -> None:
     # Sent to the lost node too: should it only have been cut off, this is the first it hears.
     _kill(draft, attempt.live_nodes)
     draft.change_attempt(
-        lost=attempt.lost or event.reason,
+        lost=attempt.lost or _why_lost(event),
         lost_nodes=(*attempt.lost_nodes, event.node_id),
         farewell=event.farewell if attempt.lost is None else attempt.farewell,
         failed_ms=event.seen_ms if attempt.failed_ms is None else attempt.failed_ms,
         last_step=max(attempt.last_step, event.last_step),
     )
     settle(draft)
+
+
+def _why_lost(event: NodeLost) -> str:
+    if event.trained_on_s is None:
+        return event.reason
+    return (
+        f"{event.reason}; its ranks took part in steps for {event.trained_on_s:.1f} s after its agent was last heard "
+        f"of: {event.node_id} runs, but its agent does not, or the network between {event.node_id} and Redis is down"
+    )
 
 
 def on_evaluated(fact: Evaluated, draft: Draft) -> None:
@@ -379,13 +389,13 @@ def _launch(draft: Draft, nodes: Sequence[str]) -> None:
         draft.send(command, [node])
 
 
-def _kill_rest(draft: Draft) -> None:
+def _kill_rest(draft: Draft, *, look: bool = False) -> None:
     attempt = draft.job.attempt
     if attempt is not None:
-        _kill(draft, attempt.live_nodes)
+        _kill(draft, attempt.live_nodes, look=look)
 
 
-def _kill(draft: Draft, nodes: tuple[str, ...]) -> None:
+def _kill(draft: Draft, nodes: tuple[str, ...], *, look: bool = False) -> None:
     if nodes:
         fence = draft.job.attempts[-1].fence
-        draft.send(StopGang(job_id=draft.job.id, fence=fence, mode="kill"), nodes)
+        draft.send(StopGang(job_id=draft.job.id, fence=fence, mode="kill", look=look), nodes)

@@ -8,19 +8,21 @@ Of ranks that stand still the first of these that holds decides:
 1. a stopped process is frozen;
 2. a rank that lost a thread, because memory was refused, waits for what that thread would have done;
 3. an awake process whose pulse stands still never gives the interpreter's lock back;
-4. a rank that fetches data while the others wait for it in a collective has a stalled source;
-5. a rank that waits in no collective while others do hangs in code of its own;
-6. all wait, each in a collective: they have started different ones. Where not every node has
+4. where the kernel gets no acknowledgement from another node of the gang, the link to it is broken;
+5. a rank that fetches data while the others wait for it in a collective has a stalled source;
+6. a rank that waits in no collective while others do hangs in code of its own;
+7. all wait, each in a collective: they have started different ones. Where not every node has
    told, the one that they wait for may be on another.
 """
 
 import signal
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Final
 
-from services.contract.messages.facts import AGENT_DIED
+from services.contract.messages.facts import AGENT_DIED, ExitStanding
 from services.contract.messages.findings import RankFinding
 from services.contract.words.states import ExitReason, FailureClass
+from services.controller.domain.decisions.links import broken_links, in_words
 from services.controller.domain.job.attempt import Attempt, Diagnosis, Failure, NodeFindings
 
 NON_FINITE_LOSS: Final = "services.worker.rank.loop.context.NonFiniteLossError"
@@ -77,6 +79,8 @@ _ADVICE: Final = {
     "checkpoint.",
     FailureClass.NODE_LOST: "The node or its agent is lost: check the machine. The job continues "
     "from its last committed checkpoint on other nodes.",
+    FailureClass.NETWORK: "The agents of both nodes reach Redis, and their ranks do not reach each other: check "
+    "cables, routes and firewalls between these addresses, and MESHLOOM_INTERFACE on both nodes.",
     FailureClass.KILLED_BY_OPERATOR: "A signal from outside ended the process, and nothing shows "
     "that memory ran out: a person, or a program that watches the "
     "node, sent it.",
@@ -110,7 +114,7 @@ def of_end(attempt: Attempt, reason: ExitReason, failure: Failure | None) -> Dia
             FailureClass.KILLED_BY_OPERATOR, "the job was killed on request", advice="As asked."
         )
     if attempt.hang and attempt.lost is None and attempt.refusal is None:
-        return of_findings(attempt.hang, attempt.world_size)
+        return of_findings(attempt.hang, attempt.world_size, attempt.addresses)
     kind = classify(attempt, failure)
     evidence = [_told_by(failure)] if failure is not None and failure.rank is not None else []
     if attempt.lost is not None:
@@ -138,10 +142,11 @@ def classify(attempt: Attempt, failure: Failure | None) -> FailureClass:
     """Of what kind the failure is that ended an attempt."""
     if failure is None:
         return FailureClass.CHECKPOINT_FAILED
-    if attempt.refusal is not None and failure.rank is None:
-        return FailureClass.LAUNCH_FAILED
     if failure.rank is None or failure.error == AGENT_DIED:
-        return FailureClass.NODE_LOST
+        is_refused = attempt.refusal is not None and failure.rank is None
+        return FailureClass.LAUNCH_FAILED if is_refused else FailureClass.NODE_LOST
+    if failure.standing == ExitStanding.ECHO and len(attempt.incarnations) > 1:
+        return FailureClass.NETWORK  # ranks lost each other, and none of them failed
     if failure.traceback is not None:
         return _of_exception(failure)
     if failure.signal is not None:
@@ -149,12 +154,17 @@ def classify(attempt: Attempt, failure: Failure | None) -> FailureClass:
     return FailureClass.CRASH
 
 
-def of_findings(parts: Sequence[NodeFindings], world_size: int) -> Diagnosis:
+def of_findings(
+    parts: Sequence[NodeFindings],
+    world_size: int,
+    addresses: Mapping[str, Sequence[str]] | None = None,
+) -> Diagnosis:
     """The verdict on ranks that live, or lived when they were looked into.
 
     Args:
         parts: What each node told; at least one.
         world_size: How many ranks the attempt has on all nodes.
+        addresses: By node, those by which its ranks connect to those of others, where known.
     """
     ranks = sorted((r for part in parts for r in part.findings.ranks), key=lambda r: r.rank)
     still_s = min(part.findings.still_s for part in parts)
@@ -163,7 +173,13 @@ def of_findings(parts: Sequence[NodeFindings], world_size: int) -> Diagnosis:
     asked = all(part.findings.why == "asked" for part in parts)
     if asked and still_s < _STILL_S and not _stopped(ranks):
         return _diagnosis(FailureClass.NONE, "the ranks make progress", evidence=evidence)
-    kind, rank, what = _of_standstill(ranks, is_whole=len(ranks) == world_size)
+    links = broken_links(parts, addresses or {})
+    unable = _unable(ranks)
+    if links and unable is None:
+        evidence = [*(link.evidence for link in links), *evidence]
+        what = f"no rank made progress for {still_s:.1f} s: {in_words(links)}"
+        return _diagnosis(FailureClass.NETWORK, what, evidence=evidence)
+    kind, rank, what = unable or _of_standstill(ranks, is_whole=len(ranks) == world_size)
     nodes = {r.rank: part.node_id for part in parts for r in part.findings.ranks}
     # The others may go on: what a script runs need not wait for each other.
     how_long = f"for {still_s:.1f} s" if kind is FailureClass.FROZEN else None
@@ -192,9 +208,6 @@ def behind(ranks: Sequence[RankFinding]) -> tuple[int, ...]:
 def _of_standstill(
     ranks: Sequence[RankFinding], *, is_whole: bool
 ) -> tuple[FailureClass, int | None, str]:
-    unable = _unable(ranks)
-    if unable is not None:
-        return unable
     # A rank that did not answer waits for nothing that could be seen.
     own = [r for r in ranks if not _waits_in_a_collective(r)]
     late = behind(ranks)
@@ -276,6 +289,13 @@ def _summary(kind: FailureClass, attempt: Attempt, failure: Failure | None) -> s
         return "the last checkpoint was not committed"
     if failure.rank is None:
         return failure.error or attempt.lost or "the attempt was lost"
+    if kind is FailureClass.NETWORK:
+        nodes = ", ".join(attempt.incarnations)
+        met = "lost" if attempt.first_step is not None else "did not find or lost"
+        return (
+            f"ranks on {nodes} {met} each other, and none had failed: rank {failure.rank} on "
+            f"{failure.node_id}: {_told(failure)}"
+        )
     return f"rank {failure.rank} failed first ({kind}): {_told(failure)}"
 
 

@@ -97,7 +97,7 @@ def cause(attempt: Attempt, failure: Failure | None) -> ExitReason:
     if attempt.lost is not None:
         return ExitReason.NODE_LOST
     if attempt.hang:
-        kind = diagnose.of_findings(attempt.hang, attempt.world_size).verdict
+        kind = diagnose.of_findings(attempt.hang, attempt.world_size, attempt.addresses).verdict
         is_memory = kind is FailureClass.OUT_OF_MEMORY
         return ExitReason.OUT_OF_MEMORY if is_memory else ExitReason.HANG
     if failure is None or attempt.was_prevented(failure):
@@ -176,7 +176,7 @@ def _without_source(job: Job, attempt: Attempt) -> Restart | GiveUp:
 
 def _hang(attempt: Attempt) -> Failure:
     """A hang is no rank's exit: agents killed them all. Which one is to blame is worked out."""
-    diagnosis = diagnose.of_findings(attempt.hang, attempt.world_size)
+    diagnosis = diagnose.of_findings(attempt.hang, attempt.world_size, attempt.addresses)
     blamed = [r for part in attempt.hang for r in part.findings.ranks if r.rank == diagnosis.rank]
     # Where no single one is to blame, the attempt itself tells where it stood.
     return Failure(

@@ -2,6 +2,8 @@
 
 from typing import Final
 
+from pydantic import Field
+
 from fsdp_core.plan.model import MeshPlan
 from services.contract.messages.base import Address
 from services.contract.messages.facts import ExitStanding, RankExit
@@ -63,7 +65,8 @@ class Attempt(Record):
     """A try. Times in milliseconds of Redis's clock.
 
     ``incarnations`` names, by node, the life of the agent that got the launch command: in another
-    life of that agent no rank of this attempt can be alive. ``store`` is where rank 0 listens.
+    life of that agent no rank of this attempt can be alive. ``store`` is where rank 0 listens,
+    ``addresses`` by node those by which its ranks reach each other.
     ``resent``: how often commands were sent again since an agent last answered one.
     ``lost`` says why the first of the ``lost_nodes`` is gone; ``farewell``: because its agent was
     stopped in an orderly way. ``hang`` is what nodes found before they killed ranks that made no
@@ -83,6 +86,7 @@ class Attempt(Record):
     resumed_step: int = 0
     started_ms: int
     store: Address | None = None
+    addresses: dict[NodeId, tuple[str, ...]] = Field(default_factory=dict)
     resent: int = 0
     launched: tuple[NodeId, ...] = ()
     first_step: int | None = None

@@ -195,6 +195,7 @@ class NodeLost:
 
     ``last_step`` is the last one that telemetry told of, and ``seen_ms`` when it did: a lost node
     reports no end. ``farewell``: its agent was stopped in an orderly way, nobody's failure.
+    ``trained_on_s``: for so long its ranks took part in steps after its agent was last heard of.
     """
 
     node_id: str
@@ -202,6 +203,7 @@ class NodeLost:
     last_step: int = 0
     seen_ms: int | None = None
     farewell: bool = False
+    trained_on_s: float | None = None
 
 
 @dataclass(frozen=True)

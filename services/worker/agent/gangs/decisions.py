@@ -281,6 +281,9 @@ def _have_stepped(state: GangState, ranks: Collection[RankState]) -> bool:
 def _stop(state: GangState, command: StopGang, now: float) -> Decision:
     if command.mode == "kill":
         state = replace(state, stopped="the controller asked for it")
+        if command.look and _may_tell_more(state):
+            looks = LookInto("hang", _stall(state, now))
+            return replace(state, hung_at=now), (looks,)
         return (state, ()) if state.is_looking else _kill_all(state)
     deadline = now + command.grace_s
     if state.kill_at is not None:
@@ -289,6 +292,13 @@ def _stop(state: GangState, command: StopGang, now: float) -> Decision:
     state = replace(state, kill_at=deadline)
     order = RankOrder(checkpoint=command.checkpoint != "none", stop=True)
     return state, (Instruct(_living(state), order),)
+
+
+def _may_tell_more(state: GangState) -> bool:
+    """Whether its ranks, which another node's wait for, are as they were and not looked into yet."""
+    return state.hung_at is None and not any(
+        rank.failed or rank.killed or rank.ended for rank in state.ranks.values()
+    )
 
 
 def _looked_at(state: GangState, event: LookedAt, now: float) -> Decision:

@@ -44,6 +44,7 @@ from services.worker.agent.gangs.events import (
 from services.worker.agent.gangs.exit_order import aborted_for_memory, exits, lost_thread
 from services.worker.agent.gangs.state import GangState, RankState
 from services.worker.agent.gangs.vote_check import VoteCheck
+from services.worker.agent.host.connections import unanswered
 from services.worker.agent.host.folders import AttemptFolder
 from services.worker.agent.host.memory_events import oom_kills
 from services.worker.agent.host.processes import (
@@ -328,9 +329,12 @@ class GangRuntime:
         ready = self._ready()
         logs = [self._folder.log(rank, "stderr") for rank in living]
         lost = await asyncio.to_thread(lambda: list(map(lost_thread, logs)))
+        silent = await asyncio.to_thread(lambda: list(map(unanswered, living.values())))
         found = [
-            self._telemetry.find(r, ready[r], stacks.get(r), lost_thread=is_lost)
-            for r, is_lost in zip(living, lost, strict=True)
+            self._telemetry.find(r, ready[r], stacks.get(r), lost_thread=is_lost).model_copy(
+                update={"unanswered": connections}
+            )
+            for r, is_lost, connections in zip(living, lost, silent, strict=True)
         ]
         findings = Findings(
             why=wanted.why,

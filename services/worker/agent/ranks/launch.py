@@ -17,6 +17,7 @@ from services.contract.messages.commands import LaunchGang
 from services.contract.messages.rank_pipe import RankSeat
 from services.contract.system.pipe_end import PipeEnd
 from services.worker.agent.host.folders import AttemptFolder
+from services.worker.agent.host.network import Network
 from services.worker.agent.host.processes import kill_group
 from services.worker.agent.ranks.admission import Admission, NotAdmittedError
 from services.worker.agent.ranks.code_cache import CodeCache, NoCodeError
@@ -36,7 +37,7 @@ class LaunchError(Exception):
 class Crew:
     """The live ranks of a gang on this node, by rank; ``store`` where rank 0 of it listens.
 
-    ``boards`` and ``pipes`` are open, and of whoever has the crew.
+    ``addresses``: those by which its ranks may connect to ranks of other nodes. ``boards`` and ``pipes`` are open, and of whoever has the crew.
     """
 
     seats: Mapping[int, RankSeat]
@@ -44,6 +45,7 @@ class Crew:
     pids: dict[int, int]
     pipes: Mapping[int, PipeEnd]
     boards: Mapping[int, BoardReader]
+    addresses: tuple[str, ...] = ()
 
 
 class Launcher:
@@ -51,7 +53,7 @@ class Launcher:
 
     Args:
         node_id: This node.
-        address: Where other nodes reach this one.
+        network: Where other nodes reach this one.
         storage_root: Where ranks keep checkpoints.
         warm: What forks.
         admission: What jobs may have here.
@@ -61,7 +63,7 @@ class Launcher:
     def __init__(
         self,
         node_id: str,
-        address: str,
+        network: Network,
         storage_root: Path,
         warm: WarmKeeper,
         admission: Admission,
@@ -70,7 +72,7 @@ class Launcher:
         self._codes = codes
         self._admission = admission
         self._node_id = node_id
-        self._address = address
+        self._network = network
         self._storage_root = storage_root
         self._warm = warm
 
@@ -134,6 +136,7 @@ class Launcher:
             }
             crew = await _fork_all(warm, seats, boards, listening)
             unless_launched.pop_all()
+            crew = replace(crew, addresses=self._network.addresses)
             return crew if listening is None else replace(crew, store=store)
 
     def _placements_here(self, command: LaunchGang) -> tuple[RankPlacement, ...]:
@@ -147,7 +150,7 @@ class Launcher:
     def _listen(self, command: LaunchGang) -> socket.socket:
         """The socket of the store, which nobody outside can reach unless ranks are there."""
         is_alone = {p.node_id for p in command.plan.ranks} == {self._node_id}
-        host = _LOOPBACK if is_alone else self._address
+        host = _LOOPBACK if is_alone else self._network.address
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         return socket.create_server((host, 0), family=family, backlog=_BACKLOG)
 

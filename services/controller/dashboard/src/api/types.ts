@@ -1,6 +1,6 @@
 // Written by `npm run types` from tests/controller/openapi.json; not to be edited.
-// document 99663fb9db7727f53612933319bfeec6b0627a7fa06abd6cf31a05e061045235
-// types 2de6c95d006b65b7460e46f1c25aeb1d19221df3fdc54a7992ea9a26a4e94a2f
+// document 55f4ad29225b49cff93a9e44adde9c1e8fb0a7ac2599ce756a082a5bb077fe75
+// types 62375147217f770ecdf161fb75d6cbd0b0aed90efe87c86e52ffccf3fa99ad18
 
 export type paths = Record<string, never>;
 export type webhooks = Record<string, never>;
@@ -715,7 +715,7 @@ export interface components {
          * @description What kind of trouble a diagnosis finds; ``NONE`` where the ranks make progress.
          * @enum {string}
          */
-        FailureClass: "crash" | "out_of_memory" | "frozen" | "gil_held" | "collective_mismatch" | "data_stall" | "nan" | "node_lost" | "killed_by_operator" | "user_error" | "hang" | "launch_failed" | "checkpoint_failed" | "none";
+        FailureClass: "crash" | "out_of_memory" | "frozen" | "gil_held" | "collective_mismatch" | "data_stall" | "nan" | "node_lost" | "network" | "killed_by_operator" | "user_error" | "hang" | "launch_failed" | "checkpoint_failed" | "none";
         /**
          * FailureView
          * @description What ended an attempt: the first rank to fail, and its error.

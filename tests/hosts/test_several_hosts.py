@@ -1,0 +1,304 @@
+"""A gang over two hosts: the networks in which its ranks meet, links that fail, and TLS between all of them."""
+
+import contextlib
+import ssl
+import subprocess
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Final
+
+import psutil
+import pytest
+import redis
+
+from meshloom.client import RestClient as Client
+from meshloom.client.errors import UnreachableError
+from services.contract.api.views import DiagnosisView, JobView
+from services.contract.words.states import ExitReason, FailureClass, JobState, NodeState
+from services.worker.agent.host.connections import unanswered
+from tests.chaos.conftest import paced, set_pace
+from tests.e2e.conftest import REST, tiny_spec
+from tests.hosts.world import CONTROLLER, REDIS, TOKEN, Hosts, why_not_here
+from tests.waiting import until
+
+pytestmark = [pytest.mark.ranks, pytest.mark.redis]
+
+PATIENCE_S: Final = 200.0
+STEPS: Final = 12
+JOB: Final = {
+    "train": {"steps": STEPS, "global_batch": 4, "seed": 7},
+    "checkpoint": {"every_steps": 4},
+    "faults": {"max_restarts": 4, "hang_timeout_s": 120.0},
+}
+Losses = dict[int, float | None]
+
+
+class World:
+    """The hosts, and a client of their controller."""
+
+    def __init__(self, hosts: Hosts, client: Client) -> None:
+        self.hosts = hosts
+        self.client = client
+
+    def start(self, *names: str, **changes: str) -> None:
+        """New lives of these agents, until the controller calls them ready."""
+        for name in names:
+            self.hosts.start_agent(name, **changes)
+        until(lambda: set(names) <= self.ready(), timeout_s=PATIENCE_S)
+
+    def ready(self) -> set[str]:
+        nodes = self.client.nodes().items
+        return {node.id for node in nodes if node.state is NodeState.READY and node.lease_s}
+
+    def submit(self, orders: Path, **changes: object) -> JobView:
+        return self.client.submit(tiny_spec(**{**JOB, "model": paced(orders, 0.0), **changes}))
+
+    def job_when(self, job_id: str, condition: Callable[[JobView], bool]) -> JobView:
+        def look() -> JobView | None:
+            job = self.client.job(job_id)
+            if condition(job):
+                return job
+            assert job.state not in REST, f"{job.state}: {job.reason} {job.failure}"
+            return None
+
+        return until(look, timeout_s=PATIENCE_S)
+
+    def at_step(self, job_id: str, step: int) -> JobView:
+        return self.job_when(job_id, lambda job: job.progress.step >= step)
+
+    def finish(self, job_id: str) -> JobView:
+        done = self.job_when(job_id, lambda job: job.state in REST)
+        assert done.state is JobState.SUCCEEDED, (done.reason, done.failure)
+        return done
+
+    def losses(self, job_id: str) -> Losses:
+        return {each.step: each.loss for each in self.client.metrics(job_id, max_points=100).items}
+
+    def rank(self, job_id: str, rank: int) -> psutil.Process:
+        def look() -> psutil.Process | None:
+            pids = [each.pid for each in self.client.ranks(job_id).items if each.rank == rank]
+            return psutil.Process(pids[0]) if pids and pids[0] is not None else None
+
+        return until(look, timeout_s=PATIENCE_S)
+
+    def first_verdict(self, job_id: str) -> DiagnosisView:
+        """What ended the first attempt."""
+        self.job_when(job_id, lambda job: job.restarts >= 1)
+        return self.client.diagnosis(job_id)
+
+
+@pytest.fixture(scope="module")
+def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
+    why_not = why_not_here()
+    if why_not is not None:
+        pytest.skip(why_not)
+    with (
+        Hosts(tmp_path_factory.mktemp("hosts"), {"a": 1, "b": 1}) as hosts,
+        pytest.MonkeyPatch.context() as patch,
+    ):
+        patch.setenv("SSL_CERT_FILE", str(hosts.certificate("ca")))
+        with Client(hosts.url, TOKEN, patience_s=60) as client:
+            yield World(hosts, client)
+
+
+@pytest.fixture(scope="module")
+def alone(world: World) -> Losses:
+    """The losses of the job on one host."""
+    world.start("a", MESHLOOM_CPU_SLOTS="2")
+    job = world.submit(world.hosts.folder / "no-orders")
+    assert nodes_of(world.finish(job.id)) == ["a", "a"]
+    return world.losses(job.id)
+
+
+@pytest.fixture(scope="module")
+def both(world: World, alone: Losses) -> Losses:
+    """Both agents as they are by default; the losses of one host."""
+    world.start("a", "b")
+    return alone
+
+
+def test_by_default_ranks_meet_where_redis_is_reached_and_no_host_needs_the_controller(
+    world: World, both: Losses
+) -> None:
+    hosts = world.hosts
+    for name in ("a", "b"):
+        hosts.cut(CONTROLLER, name)
+    before = hosts.received("a", "data")
+    job = world.submit(hosts.folder / "no-orders")
+    done = world.finish(job.id)
+    for name in ("a", "b"):
+        hosts.heal(CONTROLLER, name)
+    assert nodes_of(done) == ["a", "b"]
+    assert world.losses(job.id) == both
+    assert hosts.received("a", "data") - before < 100_000
+
+
+def test_two_hosts_that_lose_each_other_are_named_with_the_ranks_that_wait(
+    world: World, both: Losses, tmp_path: Path
+) -> None:
+    job = world.submit(tmp_path, faults={"max_restarts": 4, "hang_timeout_s": 10.0})
+    set_pace(tmp_path, 0.3)
+    world.at_step(job.id, 1)
+    world.hosts.cut("a", "b")
+    found = world.first_verdict(job.id)
+    world.hosts.heal("a", "b")
+    set_pace(tmp_path, 0.0)
+    assert found.verdict is FailureClass.NETWORK, found.summary
+    assert "nodes a and b do not reach each other" in found.summary
+    assert "rank 0 on a waits for" in found.summary or "rank 1 on b waits for" in found.summary
+    assert any("sent again" in line for line in found.evidence)
+    world.finish(job.id)
+    assert world.losses(job.id) == both
+    assert world.client.attempts(job.id).items[0].exit_reason is ExitReason.HANG
+
+
+def test_a_slow_and_lossy_link_that_even_breaks_for_a_while_costs_no_attempt(
+    world: World, both: Losses, tmp_path: Path
+) -> None:
+    slow = ("root", "tbf", "rate", "20mbit", "burst", "8kb", "limit", "24kb")
+    hosts = world.hosts
+    set_pace(tmp_path, 0.1)
+    with contextlib.ExitStack() as stack:
+        try:
+            hosts.hosts["b"].run("tc", "qdisc", "add", "dev", "mgmt", *slow)
+        except subprocess.CalledProcessError as refused:
+            pytest.skip(f"the kernel has no tbf: {refused.stderr}")
+        stack.callback(hosts.hosts["b"].run, "tc", "qdisc", "del", "dev", "mgmt", "root")
+        job = world.submit(tmp_path)
+        world.at_step(job.id, 1)
+        ranks = [world.rank(job.id, number).pid for number in (0, 1)]
+        hosts.cut("a", "b")
+        until(lambda: any(map(unanswered, ranks)), timeout_s=PATIENCE_S)
+        hosts.heal("a", "b")
+        done = world.finish(job.id)
+        shown = hosts.hosts["b"].run("tc", "-s", "qdisc", "show", "dev", "mgmt")
+    assert "(dropped 0," not in shown, shown
+    assert (done.attempt, nodes_of(done)) == (1, ["a", "b"])
+    assert world.losses(job.id) == both
+
+
+def test_a_host_that_loses_redis_is_fenced_and_the_verdict_says_that_its_ranks_lived(
+    world: World, both: Losses, tmp_path: Path
+) -> None:
+    job = world.submit(tmp_path)
+    set_pace(tmp_path, 1.0)
+    world.at_step(job.id, 1)
+    zombie = world.rank(job.id, 1)
+    world.hosts.cut("b", REDIS)
+    found = world.first_verdict(job.id)
+    world.hosts.heal("b", REDIS)
+    set_pace(tmp_path, 0.0)
+    assert found.verdict is FailureClass.NODE_LOST
+    assert "b is lost" in found.summary
+    assert "between b and Redis" in found.summary
+    world.finish(job.id)
+    assert not zombie.is_running() or zombie.status() == psutil.STATUS_ZOMBIE
+    assert world.losses(job.id) == both
+
+
+def test_ranks_meet_in_the_network_that_is_named_and_it_may_have_ipv6_alone(
+    world: World, both: Losses
+) -> None:
+    world.start("a", "b", MESHLOOM_INTERFACE="data")
+    before = world.hosts.received("a", "data")
+    job = world.submit(world.hosts.folder / "no-orders")
+    assert nodes_of(world.finish(job.id)) == ["a", "b"]
+    assert world.losses(job.id) == both
+    assert world.hosts.received("a", "data") - before > 1_000_000
+
+
+def test_hosts_that_have_ipv6_alone_reach_redis_and_each_other(world: World, both: Losses) -> None:
+    hosts = world.hosts
+    with contextlib.ExitStack() as stack:
+        for name in ("a", "b"):
+            hosts.nodes[name].stop()
+            own = hosts.hosts[name]
+            address = (f"{own.mgmt}/24", "dev", "mgmt")
+            own.run("ip", "address", "del", *address)
+            stack.callback(own.run, "ip", "address", "add", *address)
+            stack.callback(hosts.nodes[name].stop)
+        world.start("a", "b", MESHLOOM_REDIS_URL=hosts.address_of_redis(ipv6=True))
+        before = hosts.received("a", "data")
+        job = world.submit(hosts.folder / "no-orders")
+        assert nodes_of(world.finish(job.id)) == ["a", "b"]
+        assert world.losses(job.id) == both
+        assert hosts.received("a", "data") - before < 100_000
+
+
+def test_an_agent_whose_network_comes_up_late_waits_for_it_and_gives_no_address_of_loopback(
+    world: World,
+) -> None:
+    own = world.hosts.hosts["a"]
+    node = world.hosts.nodes["a"]
+    node.stop()
+    before = len(node.log.read_bytes())
+    own.run("ip", "link", "set", "mgmt", "down")
+    world.hosts.start_agent("a")
+    until(lambda: b"nothing leads from this node to Redis" in node.log.read_bytes()[before:])
+    own.run("ip", "link", "set", "mgmt", "up")
+    until(lambda: "a" in world.ready(), timeout_s=PATIENCE_S)
+    assert f"address={own.mgmt} interface=mgmt" in node.log.read_bytes()[before:].decode()
+
+
+@pytest.mark.parametrize(
+    ("settings", "why"),
+    [
+        ({"MESHLOOM_INTERFACE": "dat0"}, "there is no interface 'dat0'"),
+        ({"MESHLOOM_INTERFACE": "spare"}, "spare is down"),
+        ({"MESHLOOM_ADDRESS": "10.72.0.99"}, "no interface of this node has 10.72.0.99"),
+        (
+            {"MESHLOOM_INTERFACE": "data", "MESHLOOM_ADDRESS": "fd71::3"},
+            "fd71::3 is none of interface data",
+        ),
+    ],
+)
+def test_a_network_that_is_not_there_is_refused_at_the_start_with_what_is_there(
+    world: World, settings: dict[str, str], why: str
+) -> None:
+    own, node = world.hosts.hosts["a"], world.hosts.nodes["a"]
+    node.stop()
+    before = len(node.log.read_bytes())
+    world.hosts.start_agent("a", **settings)
+    assert node.process is not None
+    assert node.process.wait(PATIENCE_S) == 2
+    said = node.log.read_bytes()[before:].decode()
+    assert why in said
+    if "none of" not in why:
+        assert f"mgmt ({own.mgmt}, {own.mgmt6})" in said
+        assert f"data ({own.data})" in said
+        assert "spare (down)" in said
+
+
+def test_certificates_of_another_authority_are_refused_and_renewed_ones_are_served(
+    world: World, tmp_path: Path
+) -> None:
+    hosts = world.hosts
+    other = tmp_path / "other"
+    script = Path(__file__).parents[2] / "deploy" / "certificates.sh"
+    subprocess.run([script, other, REDIS], check=True, capture_output=True)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("SSL_CERT_FILE", str(other / "ca.crt"))
+        with Client(hosts.url, TOKEN) as client, pytest.raises(UnreachableError) as refused:
+            client.version()
+    assert "is not trusted" in str(refused.value)
+    assert "SSL_CERT_FILE" in str(refused.value)
+    node = hosts.nodes["a"]
+    node.stop()
+    before = len(node.log.read_bytes())
+    hosts.start_agent("a", MESHLOOM_REDIS_CA=str(other / "ca.crt"))
+    until(lambda: b"MESHLOOM_REDIS_CA" in node.log.read_bytes()[before:], timeout_s=PATIENCE_S)
+    assert "a" not in world.ready()
+
+    port = int(hosts.url.rpartition(":")[2])
+    served = ssl.get_server_certificate(("127.0.0.1", port))
+    hosts.make_certificates(f"{CONTROLLER},127.0.0.1", f"{REDIS},{hosts.hosts[REDIS].mgmt}")
+    until(lambda: ssl.get_server_certificate(("127.0.0.1", port)) != served, timeout_s=PATIENCE_S)
+    with redis.Redis.from_url(hosts.redis_url) as server:
+        server.config_set("tls-cert-file", str(hosts.certificate(REDIS)))
+    world.start("a")
+    assert world.client.version().version
+
+
+def nodes_of(job: JobView) -> list[str]:
+    assert job.plan is not None
+    return [rank.node_id for rank in job.plan.ranks]
