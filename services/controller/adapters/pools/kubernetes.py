@@ -39,6 +39,7 @@ _LATE: Final = timedelta(seconds=30)
 """So long after its grace a pod that is still there is on a node that does not answer."""
 _SAID_CHARACTERS: Final = 500
 _MERGE: Final = "application/merge-patch+json"
+_UNAUTHORIZED: Final = 401
 _EXISTS: Final = 409
 _MISSING: Final = 404
 _REFUSALS: Final = frozenset({400, 403, 404, 405, 409, 413, 415, 422})
@@ -190,6 +191,8 @@ class KubernetesPool:
         except ApiException as error:
             if error.status == ignore:
                 return None
+            if error.status == _UNAUTHORIZED:
+                self._connected = None  # a token that expired: the next call reads the present one
             said = _message(error)
             raise PoolRefusedError(said) if error.status in _REFUSALS else PoolError(said) from None
         except (HTTPError, OSError) as error:
