@@ -232,7 +232,7 @@ def test_the_pools_file_of_the_chart_is_one_that_the_controller_takes(tmp_path: 
     path.write_text(config["data"]["pools.yaml"])
     file = read_pools_file(path)
     limits = limits_of(file.pools[0], PoolKind.KUBERNETES)
-    agents = agents_of(file.agent, limits, {"AGENT_PASSWORD": "secret"})
+    agents = agents_of(file.agent, limits, file.pools[0].grace_s, {"AGENT_PASSWORD": "secret"})
     environment = agents["gpu-1"].environment
     assert environment["MESHLOOM_REDIS_URL"] == "redis://agent-gpu-1@full-redis.meshloom.svc:6379/0"
     assert environment["MESHLOOM_REDIS_PASSWORD"] == "secret"  # noqa: S105 of a test

@@ -10,7 +10,7 @@ from tests.chaos.conftest import paced, set_pace
 from tests.cluster import Cluster
 from tests.pools.kube_api_server import NAMESPACE
 from tests.pools.kube_cluster import KubeCluster, why_not_here
-from tests.pools.pooled import SHORT, lost_by, of_agents, pooled, reservations
+from tests.pools.pooled import CHECKPOINTS, lost_by, of_agents, pooled, reservations
 from tests.waiting import until
 
 pytestmark = [
@@ -18,6 +18,8 @@ pytestmark = [
     pytest.mark.redis,
     pytest.mark.skipif(why_not_here() is not None, reason=why_not_here() or ""),
 ]
+
+SHORT = {"train": {"steps": 30, "global_batch": 12, "seed": 7}, **CHECKPOINTS}
 
 
 @pytest.fixture
