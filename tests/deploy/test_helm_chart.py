@@ -14,6 +14,7 @@ from typing import Any
 
 import kubernetes_validate  # type: ignore[import-untyped] # it has no types
 import pytest
+from pydantic_settings import BaseSettings
 from ruamel.yaml import YAML
 
 from services.contract.words.states import PoolKind
@@ -90,6 +91,18 @@ def containers_of(pod: Manifest) -> list[Manifest]:
     return [*pod.get("initContainers", ()), *pod["containers"]]
 
 
+def files_of(pod: Manifest, container: Manifest) -> set[str]:
+    """The files of the Secret that a container has."""
+    volumes = {volume["name"]: volume.get("secret") for volume in pod["volumes"]}
+    return {
+        f"{mount['mountPath']}/{item['path']}"
+        for mount in container["volumeMounts"]
+        for secret in [volumes[mount["name"]]]
+        if secret is not None and secret["secretName"] == "meshloom"
+        for item in secret["items"]
+    }
+
+
 def test_helm_finds_no_fault_and_renders_the_golden_file(
     release: tuple[str, dict[str, Any]],
 ) -> None:
@@ -140,13 +153,15 @@ def test_passwords_come_from_the_secret_alone(objects: list[Manifest]) -> None:
             for variable in container.get("env", ()):
                 if variable["name"].endswith(("TOKEN", "PASSWORD", "AUTH")):
                     assert variable["valueFrom"]["secretKeyRef"]["name"] == "meshloom"
+                if variable["name"].endswith("_FILE") and "secrets" in variable["value"]:
+                    assert variable["value"] in files_of(pod, container)
 
 
 @pytest.mark.parametrize(
     ("workload", "settings"), [("-controller", Settings), ("-agents", AgentSettings)]
 )
 def test_every_variable_is_one_that_the_settings_read(
-    objects: list[Manifest], workload: str, settings: type[Settings] | type[AgentSettings]
+    objects: list[Manifest], workload: str, settings: type[BaseSettings]
 ) -> None:
     known = {f"MESHLOOM_{name.upper()}" for name in settings.model_fields}
     for name, pod in pods_of(objects).items():
@@ -217,9 +232,10 @@ def test_the_pools_file_of_the_chart_is_one_that_the_controller_takes(tmp_path: 
     path.write_text(config["data"]["pools.yaml"])
     file = read_pools_file(path)
     limits = limits_of(file.pools[0], PoolKind.KUBERNETES)
-    agents = agents_of(file.agent, limits, {"AGENT_PASSWORD": "secret"})
-    url = "redis://agent-gpu-1:secret@full-redis.meshloom.svc:6379/0"
-    assert agents["gpu-1"].environment["MESHLOOM_REDIS_URL"] == url
+    agents = agents_of(file.agent, limits, file.pools[0].grace_s, {"AGENT_PASSWORD": "secret"})
+    environment = agents["gpu-1"].environment
+    assert environment["MESHLOOM_REDIS_URL"] == "redis://agent-gpu-1@full-redis.meshloom.svc:6379/0"
+    assert environment["MESHLOOM_REDIS_PASSWORD"] == "secret"  # noqa: S105 of a test
 
 
 @pytest.mark.parametrize(

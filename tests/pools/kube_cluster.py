@@ -101,6 +101,11 @@ class KubeCluster:
         """Live processes of agents and what they have started."""
         return list(self._marked(_MARK, self._mark))
 
+    def agent_of(self, rank: psutil.Process) -> psutil.Process:
+        """The agent that has started a rank, whose environment has no marks."""
+        above = rank.parents()
+        return next(process for process in self.processes() if process in above)
+
     def kill_node_of(self, process: psutil.Process) -> None:
         """``kill -9`` of all that a machine's loss would end."""
         name = process.environ()[NODE_MARK]

@@ -108,11 +108,11 @@ def again_gave_up(cluster: Cluster) -> None:
     assert "meshloom agent: node id hpc-1 is in use by another agent" in said, said
 
 
-def lost_by(cluster: Cluster, words: str) -> None:
-    """One reservation was lost: it says so in these words, or that its lease told of that first."""
+def lost_by(cluster: Cluster, *words: str) -> None:
+    """One reservation was lost: it says so in any of these words, or that its lease told of that first."""
     (pool,) = cluster.client.pools().items
     lost = next(each for each in pool.ended if each.id != _AGAIN and each.state is _LOST)
-    assert lost.reason.startswith((words, f"{pool.name}-")), lost.reason
+    assert lost.reason.startswith((*words, f"{pool.name}-")), lost.reason
     assert lost.ended_at is not None
 
 

@@ -21,7 +21,7 @@ from services.controller.adapters.pools.pools_file import (
 from services.controller.domain.scheduling.reservations import Sighting
 from services.controller.ports.pools import AgentProcess, PoolError, PoolRefusedError
 from tests.parts import ROOT, gone
-from tests.pools.kube_api_server import NAMESPACE
+from tests.pools.kube_api_server import CLIENT_TOKEN, NAMESPACE
 from tests.pools.kube_kubelet import POD_MARK
 from tests.pools.kube_world import KubeWorld
 from tests.pools.test_conformance import Reserved, nothing_is_left
@@ -188,6 +188,18 @@ def test_a_refusal_says_what_kubernetes_says(world: KubeWorld, tmp_path: Path) -
     long = reserved(world, "long-" * 12, 1, tmp_path)
     with pytest.raises(PoolRefusedError, match="422: Job: /metadata/name"):
         long.provision()
+
+
+def test_a_token_that_expired_is_read_again(world: KubeWorld, tmp_path: Path) -> None:
+    known = world.cluster.kubeconfig.read_text()
+    file = tmp_path / "kubeconfig"
+    file.write_text(known.replace(f'"{CLIENT_TOKEN}"', '"expired"'))
+    pool = world.open(world.config(kubeconfig=file))
+    with pytest.raises(PoolError, match="401: Unauthorized") as caught:
+        asyncio.run(pool.sightings())
+    assert not isinstance(caught.value, PoolRefusedError)
+    file.write_text(known)
+    asyncio.run(pool.sightings())
 
 
 def test_a_cluster_that_cannot_be_found_is_no_refusal(tmp_path: Path) -> None:

@@ -35,6 +35,16 @@ valueFrom:
   secretKeyRef: {name: {{ .secret }}, key: {{ .key }}}
 {{- end }}
 
+{{- define "meshloom.files" -}}
+secret:
+  secretName: {{ .secret }}
+  defaultMode: 0440
+  items:
+  {{- range .keys }}
+  - {key: {{ . }}, path: {{ . }}}
+  {{- end }}
+{{- end }}
+
 {{- /* The nodes that may join, each of which has a user of Redis. */}}
 {{- define "meshloom.nodes" -}}
 {{- $nodes := list }}

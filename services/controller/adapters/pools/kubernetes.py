@@ -10,10 +10,10 @@ from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from typing import Any, Final, TypeVar
 
-from kubernetes import client
+from kubernetes import client  # type: ignore[import-untyped] # it has no types
 from kubernetes import config as kubernetes_config
-from kubernetes.client.exceptions import ApiException
-from kubernetes.config.config_exception import ConfigException
+from kubernetes.client.exceptions import ApiException  # type: ignore[import-untyped] # it has no types
+from kubernetes.config.config_exception import ConfigException  # type: ignore[import-untyped] # it has no types
 from urllib3.exceptions import HTTPError
 
 from services.contract.words.ids import NodeId
@@ -39,6 +39,7 @@ _LATE: Final = timedelta(seconds=30)
 """So long after its grace a pod that is still there is on a node that does not answer."""
 _SAID_CHARACTERS: Final = 500
 _MERGE: Final = "application/merge-patch+json"
+_UNAUTHORIZED: Final = 401
 _EXISTS: Final = 409
 _MISSING: Final = 404
 _REFUSALS: Final = frozenset({400, 403, 404, 405, 409, 413, 415, 422})
@@ -102,18 +103,14 @@ class KubernetesPool:
         name, labels = self._name(reservation_id), self._labels(reservation_id)
         # What cannot be made is refused before anything is.
         secret_manifest(name, labels, agents.values(), "")
-        job = _as(client.V1Job, job_manifest(name, labels, agents, self._config))
+        job = job_manifest(name, labels, agents, self._config)
         made = self._ask(self._cluster.batch.create_namespaced_job, body=job, ignore=_EXISTS)
         if made is None:
             made = self._job(reservation_id)
             if made is None or COMPLETE in _annotations(made):
                 return  # asked for before, and whole or on its way out
         secret = secret_manifest(name, labels, agents.values(), _uid(made))
-        self._ask(
-            self._cluster.core.create_namespaced_secret,
-            body=_as(client.V1Secret, secret),
-            ignore=_EXISTS,
-        )
+        self._ask(self._cluster.core.create_namespaced_secret, body=secret, ignore=_EXISTS)
         patch: dict[str, Any] = {"metadata": {"annotations": {COMPLETE: "true"}}}
         if self._config.queue is None:
             patch["spec"] = {"suspend": False}
@@ -190,6 +187,8 @@ class KubernetesPool:
         except ApiException as error:
             if error.status == ignore:
                 return None
+            if error.status == _UNAUTHORIZED:
+                self._connected = None  # a token that expired: the next call reads the present one
             said = _message(error)
             raise PoolRefusedError(said) if error.status in _REFUSALS else PoolError(said) from None
         except (HTTPError, OSError) as error:
@@ -203,13 +202,14 @@ class KubernetesPool:
             return self._connected
 
     def _connect(self) -> _Cluster:
-        configuration = client.Configuration(retries=0)
+        configuration = client.Configuration()
+        configuration.retries = 0
         where = self._config.kubeconfig
         try:
             if where is None:
-                kubernetes_config.load_incluster_config(client_configuration=configuration)  # type: ignore[no-untyped-call] # it has no types
+                kubernetes_config.load_incluster_config(client_configuration=configuration)
             else:
-                kubernetes_config.load_kube_config(  # type: ignore[no-untyped-call] # it has no types
+                kubernetes_config.load_kube_config(
                     config_file=str(where),
                     context=self._config.context,
                     client_configuration=configuration,
@@ -309,10 +309,6 @@ class _Seen:
         index = _annotations(pod).get(INDEX, "")
         known = index.isdigit() and int(index) < len(self._node_ids)
         return self._node_ids[int(index)] if known else _name(pod)
-
-
-def _as(kind: type[Any], manifest: Mapping[str, object]) -> Any:  # noqa: ANN401 of the client's kinds
-    return kind.from_dict(manifest)
 
 
 def _name(thing: client.V1Job | client.V1Pod) -> str:

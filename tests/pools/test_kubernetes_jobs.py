@@ -1,0 +1,76 @@
+"""A job on nodes that Kubernetes's stand-in brings: controller, Redis, agents and ranks are real."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from services.contract.words.states import JobState, ReservationState
+from tests.chaos.conftest import paced, set_pace
+from tests.cluster import Cluster
+from tests.pools.kube_api_server import NAMESPACE
+from tests.pools.kube_cluster import KubeCluster, why_not_here
+from tests.pools.pooled import CHECKPOINTS, lost_by, of_agents, pooled, reservations
+from tests.waiting import until
+
+pytestmark = [
+    pytest.mark.ranks,
+    pytest.mark.redis,
+    pytest.mark.skipif(why_not_here() is not None, reason=why_not_here() or ""),
+]
+
+SHORT = {"train": {"steps": 30, "global_batch": 12, "seed": 7}, **CHECKPOINTS}
+
+
+@pytest.fixture
+def kubernetes() -> Iterator[KubeCluster]:
+    with KubeCluster(4) as cluster:
+        yield cluster
+
+
+@pytest.fixture
+def cluster(kubernetes: KubeCluster, tmp_path: Path) -> Iterator[Cluster]:
+    """Without any node; its pool may have more than Kubernetes has."""
+    pool = {
+        "kind": "kubernetes",
+        "max_nodes": 9,
+        "namespace": NAMESPACE,
+        "image": "meshloom-worker",
+        "queue": "agents",
+        "kubeconfig": str(kubernetes.kubeconfig),
+    }
+    with pooled(tmp_path, pool, kubernetes.marks) as cluster:
+        yield cluster
+
+
+def test_a_job_waits_for_kueue_trains_survives_a_lost_node_and_gives_all_nodes_back(
+    kubernetes: KubeCluster, cluster: Cluster, tmp_path: Path
+) -> None:
+    larger = cluster.submit(**SHORT, model=paced(tmp_path, 0.3), resources={"ranks": 6})
+    waiting = "waiting for 6 nodes of pool hpc: couldn't assign flavors to pod set main: insufficient quota for cpu"
+    cluster.job_when(
+        larger.id,
+        lambda now: now.state is JobState.QUEUED and (now.reason or "").startswith(waiting),
+    )
+    assert not cluster.client.nodes().items
+    cluster.client.kill(larger.id)
+    cluster.rested(larger.id)
+
+    job = cluster.submit(**SHORT, model=paced(tmp_path, 0.3))
+    cluster.committed(job.id)
+    (first,) = reservations(cluster)
+    assert (first.state, len(first.node_ids)) == (ReservationState.READY, 2)
+    rank = cluster.rank_pid(job.id, 1, attempt=1)
+    assert rank in of_agents(cluster)
+    kubernetes.kill_node_of(kubernetes.agent_of(rank))
+    set_pace(tmp_path, 0.0)
+    kubernetes.repair()
+    done = cluster.rested(job.id)
+    assert done.state is JobState.SUCCEEDED, done.failure
+    _, *_, last = cluster.client.attempts(job.id).items
+    assert last.resumed_from is not None
+    lost_by(cluster, "some of its nodes ended: ", "the pool took its nodes back: ")
+
+    until(lambda: not reservations(cluster))
+    until(lambda: not cluster.client.nodes().items)
+    until(lambda: not kubernetes.processes() and not of_agents(cluster))
