@@ -31,7 +31,7 @@ LAYERS := $(BIN)/lint-imports --no-cache
 TESTS = env -u PYTHONDONTWRITEBYTECODE $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder $(PYTEST_OPTIONS)
 
 .DEFAULT_GOAL := help
-.PHONY: help run up install test test-system test-full test-images lint types layers tests chaos format docs dashboard clean
+.PHONY: help run up install test test-system test-full test-images lint types layers tests chaos sbom format docs dashboard clean
 
 help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -75,6 +75,9 @@ layers: $(TESTABLE) ## Which module may import which
 
 tests: $(TESTABLE) ## Only the tests
 	$(TESTS)
+
+sbom: $(TESTABLE) ## What the images hold, as CycloneDX files in sbom/, and docs/licences.md
+	$(BIN)/python -m tests.deploy.licences
 
 chaos: $(TESTABLE) ## Long jobs with a fault each minute (CHAOS='--seed 7 --minutes 20')
 	$(BIN)/python -m tests.chaos $(CHAOS)

@@ -59,6 +59,7 @@ NUMBERS = (
     "time_ms",
     "tokens_per_s",
     "step_time_s",
+    "grace_s",
 )
 SEEN = {"rank": 0, "pid": 1, "phase": "DATA"}
 REQUIRED: Final[Mapping[str, object]] = {

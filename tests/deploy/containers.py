@@ -54,6 +54,7 @@ class Container:
             ["runc", "exec", *who, self.name, *command],
             capture_output=True,
             text=True,
+            errors="replace",
             check=False,
             timeout=120,
         )
@@ -123,7 +124,7 @@ class Project:
         self.images = images
         self.folder = folder
         self.secrets_folder = secrets_folder
-        self.mark = f"meshloom-{secrets.token_hex(4)}"
+        self.mark = f"compose-{secrets.token_hex(4)}"
         self.containers: dict[str, Container] = {}
         self._count = 0
 

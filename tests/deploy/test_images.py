@@ -128,7 +128,7 @@ def at_a_commit(client: RestClient, job_id: str) -> None:
 def test_a_job_trains_and_its_export_is_downloaded_by_a_controller_that_only_reads_the_storage(
     project: Project, client: RestClient, token: str, tmp_path: Path
 ) -> None:
-    assert [node.state for node in client.nodes().items] == [NodeState.READY]
+    until(lambda: [node.state for node in client.nodes().items] == [NodeState.READY])
     job_id = client.submit(tiny_spec()).id
     assert rested(client, job_id) is JobState.SUCCEEDED, client.job(job_id).failure
     with meshloom.Client(URL, token=token) as programs:

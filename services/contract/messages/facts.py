@@ -45,6 +45,7 @@ class Inventory(Message):
     """The resources of a node. ``cpu_slots`` is how many CPU ranks it runs at a time.
 
     ``storage_id``: the name that the storage of checkpoints has for all nodes that share it; None: unknown.
+    ``storage_fault``: why no job could use it when the agent started, as far as that was tried.
     """
 
     hostname: Name
@@ -54,6 +55,7 @@ class Inventory(Message):
     accelerators: Annotated[tuple[Device, ...], AtMostOnePerRank] = ()
     versions: Versions = Field(default_factory=dict)
     storage_id: Name | None = None
+    storage_fault: Text | None = None
 
 
 class RunningGang(OfAttempt):
@@ -76,6 +78,15 @@ class NodeJoined(Message):
     number: int = Field(default=0, ge=0)
     inventory: Inventory
     gangs: Annotated[tuple[RunningGang, ...], AtMostOnePerRank] = ()
+
+
+class NodeLeaving(Message):
+    """An agent was told to stop: it takes no more gangs, and leaves once it has none, or after ``grace_s``."""
+
+    kind: Literal["node_leaving"] = "node_leaving"
+    node_id: NodeId
+    incarnation: Incarnation
+    grace_s: float = Field(ge=0, le=_LONGEST_S)
 
 
 class NodeLeft(Message):
@@ -406,6 +417,7 @@ class GangEnded(_GangFact):
 
 Fact = Annotated[
     NodeJoined
+    | NodeLeaving
     | NodeLeft
     | GangLaunched
     | LaunchRefused

@@ -271,7 +271,7 @@ class Supervisor:
             return
         if command.store is None:  # its ranks begin the attempt: one node is enough
             self._begin(self._put_together(*key))
-        gang = GangRuntime(crew, self._node_id, folder, self._tell)
+        gang = GangRuntime(crew, self._node_id, folder, self._storage.files, self._tell)
         self._gangs[key] = gang
         self._empty.clear()
         self._stirred.set()
@@ -346,6 +346,7 @@ class Supervisor:
 
     def _refuse(self, key: GangKey, reason: str, condition: str | None = None) -> LaunchRefused:
         job_id, fence = key
+        self._storage.files.release(job_id)
         refusal = LaunchRefused(
             job_id=job_id,
             fence=fence,
@@ -376,6 +377,7 @@ class Supervisor:
 
     def _conclude(self, key: GangKey, gang: GangRuntime) -> None:
         end = gang.end()
+        self._storage.files.release(key[0])
         try:
             gang.conclude(end)
         except OSError as error:  # the controller must learn of it whatever the disk says

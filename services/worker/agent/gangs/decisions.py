@@ -53,6 +53,7 @@ from services.worker.agent.gangs.events import (
     Ticked,
     TraceAsked,
     VoteChecked,
+    VoteWaits,
 )
 from services.worker.agent.gangs.rank_reports import (
     fact_of,
@@ -60,6 +61,7 @@ from services.worker.agent.gangs.rank_reports import (
     not_its_own,
     trace_ordered,
     vote_fact,
+    waits_fact,
 )
 from services.worker.agent.gangs.state import GangState, RankState
 from services.worker.agent.telemetry.hang import (
@@ -80,7 +82,7 @@ Decision = tuple[GangState, tuple[Effect, ...]]
 def decide(state: GangState, event: Event, now: float) -> Decision:
     """The next state and what is to be done. ``now`` is the monotonic clock in seconds."""
     match event:
-        case MessageCame() | Misbehaved() | VoteChecked():
+        case MessageCame() | Misbehaved() | VoteChecked() | VoteWaits():
             decided = _said(state, state.ranks[event.rank], event, now)
         case Exited():
             decided = _exited(state, state.ranks[event.rank], event, now)
@@ -125,10 +127,14 @@ def _asked(
 
 
 def _said(
-    state: GangState, rank: RankState, event: MessageCame | Misbehaved | VoteChecked, now: float
+    state: GangState,
+    rank: RankState,
+    event: MessageCame | Misbehaved | VoteChecked | VoteWaits,
+    now: float,
 ) -> Decision:
-    if isinstance(event, VoteChecked):
-        return state, (Tell(vote_fact(state, event.rank, event.vote, event.fault)),)
+    if isinstance(event, VoteChecked | VoteWaits):
+        told = waits_fact(state, event) if isinstance(event, VoteWaits) else vote_fact(state, event)
+        return state, (Tell(told),)
     if isinstance(event, Misbehaved):
         return _misbehaved(state, rank, event.what, now)
     if rank.misbehaved or _is_said(rank, event.message):

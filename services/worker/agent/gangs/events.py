@@ -48,6 +48,15 @@ class VoteChecked:
 
 
 @dataclass(frozen=True)
+class VoteWaits:
+    """``condition`` prevents for now that all nodes see the shard for which a rank voted: it is tried again."""
+
+    rank: int
+    vote: RankVote
+    condition: str
+
+
+@dataclass(frozen=True)
 class Exited:
     """A rank was reaped. ``by_itself``: it was dying before any signal of ours."""
 
@@ -141,6 +150,7 @@ Event = (
     MessageCame
     | Misbehaved
     | VoteChecked
+    | VoteWaits
     | Exited
     | Stepped
     | StopAsked

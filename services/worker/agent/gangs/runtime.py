@@ -51,6 +51,7 @@ from services.worker.agent.gangs.events import (
     TellLost,
     Ticked,
     VoteChecked,
+    VoteWaits,
 )
 from services.worker.agent.gangs.exit_order import aborted_for_memory, exits, lost_thread
 from services.worker.agent.gangs.state import GangState, RankState
@@ -69,6 +70,7 @@ from services.worker.agent.host.processes import (
 from services.worker.agent.host.stacks import collect
 from services.worker.agent.ranks.launch import Crew
 from services.worker.agent.ranks.rank_link import RankLink
+from services.worker.agent.storage.shared_files import SharedFiles
 from services.worker.agent.telemetry.gang_telemetry import GangTelemetry, Records
 from services.worker.agent.telemetry.hang import Mark
 
@@ -85,6 +87,7 @@ class GangRuntime:
         crew: Its ranks, with what is open of them, owned from now on.
         node_id: This node.
         folder: The attempt's files.
+        files: The storage of checkpoints.
         tell: Takes the facts, in order.
     """
 
@@ -93,6 +96,7 @@ class GangRuntime:
         crew: Crew,
         node_id: str,
         folder: AttemptFolder,
+        files: SharedFiles,
         tell: Callable[[Fact], None],
     ) -> None:
         seat = next(iter(crew.seats.values()))
@@ -120,8 +124,9 @@ class GangRuntime:
         self._seats = dict(crew.seats)
         self._mask = Mask(seat.secrets)
         self._telemetry = GangTelemetry(crew, node_id, folder)
-        root = Path(seat.storage_root)
-        self._votes = VoteCheck(root, seat.job_id, len(crew.seats), self._vote_checked)
+        self._votes = VoteCheck(
+            files, seat.job_id, len(crew.seats), self._vote_checked, self._vote_waits
+        )
         self._pipes = dict(crew.pipes)
         self._links: dict[int, RankLink] = {}
         self._died_alone: set[int] = set()
@@ -374,6 +379,10 @@ class GangRuntime:
         if fault is not None:
             _log.warning("vote_refused", job=self.job_id, rank=rank, why=fault)
         self.happen(VoteChecked(rank, vote, fault))
+
+    def _vote_waits(self, rank: int, vote: RankVote, condition: str) -> None:
+        _log.warning("shard_waits", job=self.job_id, rank=rank, why=condition)
+        self.happen(VoteWaits(rank, vote, condition))
 
     @contextlib.contextmanager
     def _surviving(self) -> Iterator[None]:
