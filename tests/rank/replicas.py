@@ -120,19 +120,13 @@ class ReplicaJob:
 
     def lose(self, replica: int) -> None:
         """SIGKILL to its ranks; the others are told once they are dead."""
-        self._signal(replica, signal.SIGKILL)
+        for rank in self.ranks_of(replica):
+            pid = self.processes[rank].pid
+            assert pid is not None
+            os.kill(pid, signal.SIGKILL)
         for rank in self.ranks_of(replica):
             self.processes[rank].join(_PATIENCE_S)
         self.decide(tuple(member for member in self.members if member != replica))
-
-    def freeze(self, replica: int) -> None:
-        """SIGSTOP to its ranks; the others are told that it is lost."""
-        self._signal(replica, signal.SIGSTOP)
-        self.decide(tuple(member for member in self.members if member != replica))
-
-    def wake(self, replica: int) -> None:
-        """SIGCONT to its ranks."""
-        self._signal(replica, signal.SIGCONT)
 
     def bring_back(self, replica: int) -> None:
         """Starts a lost replica again, and has it get its state from a living one."""
@@ -186,8 +180,7 @@ class ReplicaJob:
 
     def succeeded(self) -> None:
         """Asserts that all members end well."""
-        ranks = {rank for member in self.members for rank in self.ranks_of(member)}
-        while ranks.intersection(key.data for key in self._selector.get_map().values()):
+        while self._selector.get_map():
             self._read_some()
         for member in self.members:
             for rank in self.ranks_of(member):
@@ -210,12 +203,6 @@ class ReplicaJob:
         for end in self._pipes.values():
             end.close()
         self._selector.close()
-
-    def _signal(self, replica: int, number: signal.Signals) -> None:
-        for rank in self.ranks_of(replica):
-            pid = self.processes[rank].pid
-            assert pid is not None
-            os.kill(pid, number)
 
     def _read_some(self, patience_s: float = _PATIENCE_S) -> None:
         ready = self._selector.select(patience_s)
