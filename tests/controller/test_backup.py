@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 from redis import Redis
+from redis.exceptions import AuthenticationError, ResponseError
 from redis.exceptions import ConnectionError as RedisConnectionError
 
 from services.contract.storage.commit_chain import CommitChain
@@ -20,6 +21,7 @@ from services.contract.storage.manifests import (
     ShardFile,
 )
 from services.contract.words.ids import checkpoint_id, new_job_id
+from services.controller.acl import acl_file
 from services.controller.backup import BackupError, restore, save
 from tests.waiting import until
 
@@ -161,12 +163,13 @@ def test_without_an_append_only_file_there_is_nothing_to_save(tmp_path: Path) ->
 
 
 @contextmanager
-def append_only_redis(folder: Path) -> Iterator[Redis]:
-    """A Redis 7 that writes each change to its file before it answers."""
+def append_only_redis(folder: Path, users: Path | None = None, **user: str) -> Iterator[Redis]:
+    """A Redis 7 that writes each change to its file before it answers, and a client that is ``user``."""
     folder.mkdir(exist_ok=True)
     path = folder.parent / "redis.sock"
     command = ["redis-server", "--port", "0", "--unixsocket", path, "--dir", folder, "--save", ""]
     command += ["--appendonly", "yes", "--appendfsync", "always"]
+    command += [] if users is None else ["--aclfile", users]
     process = subprocess.Popen(command, stdout=subprocess.DEVNULL)
 
     def answers() -> bool:
@@ -177,7 +180,7 @@ def append_only_redis(folder: Path) -> Iterator[Redis]:
             return False
 
     try:
-        with Redis(unix_socket_path=str(path), decode_responses=True) as redis:
+        with Redis(unix_socket_path=str(path), decode_responses=True, **user) as redis:
             until(answers)
             yield redis
     finally:
@@ -215,3 +218,33 @@ def test_all_that_redis_had_acknowledged_is_in_a_copy_that_is_made_while_it_rewr
         restore(target, tmp_path / f"storage-{number}", tmp_path / f"backup-{number}")
         with append_only_redis(target) as redis:
             assert redis.exists(*(f"key:{step}" for step in range(1, count + 1))) == count
+
+
+@pytest.mark.redis
+@pytest.mark.skipif(shutil.which("redis-server") is None, reason="PATH has no redis-server")
+def test_a_redis_with_our_users_starts_again_with_what_transactions_and_scripts_wrote(
+    tmp_path: Path,
+) -> None:
+    users = tmp_path / "users.acl"
+    users.write_text(acl_file("0123456789abcdef", [("node-1", "fedcba9876543210")]))
+    with append_only_redis(tmp_path / "redis") as bare:
+        if int(str(bare.info("server")["redis_version"]).split(".", maxsplit=1)[0]) < 7:
+            pytest.skip("the users need Redis 7")
+    user = {"username": "controller", "password": "0123456789abcdef"}
+    with append_only_redis(tmp_path / "redis", users, **user) as redis:
+        with redis.pipeline(transaction=True) as transaction:
+            transaction.set("ml:one", "1").set("ml:two", "2").execute()
+        script = "redis.call('SET', KEYS[1], '3') redis.call('SET', KEYS[2], '4')"
+        redis.eval(script, 2, "ml:three", "ml:four")
+    with append_only_redis(tmp_path / "redis", users, **user) as redis:
+        kept = redis.mget("ml:one", "ml:two", "ml:three", "ml:four")
+        assert kept == ["1", "2", "3", "4"]
+        # No other user comes in, not even with an empty password.
+        for name, password in ((None, None), ("default", ""), ("default", "x")):
+            with (
+                Redis(
+                    unix_socket_path=str(tmp_path / "redis.sock"), username=name, password=password
+                ) as other,
+                pytest.raises((AuthenticationError, ResponseError)),
+            ):
+                other.get("ml:one")
