@@ -12,6 +12,7 @@ import contextlib
 import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Final, Self
 from urllib.parse import urlsplit
 
@@ -38,6 +39,7 @@ class Cluster:
     Args:
         folder: Empty, for all files.
         slots: The nodes and how many CPU ranks each takes.
+        node_settings: More variables of the agents.
         settings: More variables of the controller.
 
     Attributes:
@@ -48,12 +50,19 @@ class Cluster:
         client: Speaks to the controller.
     """
 
-    def __init__(self, folder: Path, slots: Mapping[str, int], **settings: str) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        slots: Mapping[str, int],
+        node_settings: Mapping[str, str] = MappingProxyType({}),
+        **settings: str,
+    ) -> None:
         self.folder = folder
         self.links: dict[str, ChaosProxy] = {}
         self.nodes: dict[str, Node] = {}
         self._slots = slots
         self._settings = settings
+        self._node_settings = node_settings
         self._environment = {
             name: value
             for name, value in child_environment().items()
@@ -188,6 +197,7 @@ class Cluster:
             "MESHLOOM_ADDRESS": address,
             "MESHLOOM_CPU_SLOTS": str(slots),
             "MESHLOOM_USER_PATH": str(ROOT / "tests" / "chaos" / "user_models"),
+            **self._node_settings,
         }
         command = [sys.executable, "-m", "services.worker.agent"]
         node = Node(name, command, environment, self.folder / f"{name}.log", home=home)

@@ -38,7 +38,7 @@ class ShardEntry:
 
 
 def local_shards(
-    state: Mapping[str, torch.Tensor], mesh: DeviceMesh | None = None
+    state: Mapping[str, torch.Tensor], mesh: DeviceMesh | None = None, *, all_save: bool = False
 ) -> list[ShardEntry]:
     """Lists what this rank has to save so that all ranks together save `state` once.
 
@@ -50,6 +50,7 @@ def local_shards(
         state: Name to tensor, the same names on all ranks.
         mesh: All ranks, with names for its axes. A DTensor that lies on some of these axes only
             is the same along the others. Without it every DTensor lies on all ranks.
+        all_save: Every rank lists all that it has, also what others have, too.
 
     Returns:
         Entries in the order of `state`. Their tensors are live: copy or write them before the
@@ -62,7 +63,7 @@ def local_shards(
     for fqn, tensor in state.items():
         box, saves = _share(tensor, mesh, alike)
         local = _local(tensor)
-        if box.volume and saves:
+        if box.volume and (saves or all_save):
             entries.append(
                 ShardEntry(
                     fqn,

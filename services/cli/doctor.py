@@ -112,6 +112,17 @@ def _storage(nodes: Sequence[NodeView]) -> Iterator[Finding]:
             detail=f"not known of {', '.join(unknown[:_MOST_NAMED])}: the agent could not use it when it started, "
             "or is of an older version",
         )
+    by_fault: dict[str, list[str]] = {}
+    for node in nodes:
+        if node.inventory.storage_fault is not None:
+            by_fault.setdefault(node.inventory.storage_fault, []).append(node.id)
+    for fault, names in by_fault.items():
+        yield Finding(
+            "storage",
+            healthy=False,
+            detail=f"of {', '.join(names[:_MOST_NAMED])}: {fault}",
+            advice="restart the agents when that is mended",
+        )
     if len(nodes) > 1 and by_storage:
         several = "; ".join(
             f"{', '.join(names[:_MOST_NAMED])}: {name[:8]}" for name, names in by_storage.items()

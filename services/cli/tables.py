@@ -54,6 +54,14 @@ def jobs_table(page: JobPage) -> FittedTable[JobView]:
     return FittedTable(columns, page.items)
 
 
+def _replicas(job: JobView) -> str | None:
+    """How many take part, of a job that continues without lost ones."""
+    if job.replicas is None:
+        return None
+    of = job.replicas
+    return f"{of.present} of {of.count} present ({of.lost} lost so far, {of.returned} returned)"
+
+
 def job_details(job: JobView) -> Details:
     """What one wants to know of a job, as a list."""
     step, of = steps_of(job).split("/")
@@ -75,6 +83,7 @@ def job_details(job: JobView) -> Details:
         ("ranks", _ranks(job)),
         ("code", Exact(job.spec.code) if job.spec.code else None),
         ("mesh", _mesh(job)),
+        ("replicas", _replicas(job)),
         ("layout", job.estimate.reason if job.estimate else None),
         ("memory", estimate_line(job.estimate) if job.estimate else None),
         ("checkpoint", Exact(job.latest_checkpoint) if job.latest_checkpoint else None),

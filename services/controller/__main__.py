@@ -24,7 +24,7 @@ from services.contract.system.short_collections import keep_collections_short
 from services.controller.adapters.http.webhooks import HttpWebhooks
 from services.controller.adapters.pools.pools_file import PoolsFileError
 from services.controller.adapters.redis import redis_ports
-from services.controller.adapters.storage.exports import FolderExports
+from services.controller.adapters.storage.exports import export_store
 from services.controller.api.app import create_app
 from services.controller.api.certificate import CertificateError, ServerCertificate
 from services.controller.api.connections import (
@@ -191,7 +191,7 @@ async def serve(
             lambda: leader.trouble or next(iter(troubles.values()), None),
             Uploads(CodeLimits(settings.max_code_mib << 20, settings.max_code_store_mib << 20)),
             settings.max_priority,
-            FolderExports(settings.checkpoint_root),
+            export_store(settings.checkpoint_root),
             webhooks,
             tracing,
             silent_pools,

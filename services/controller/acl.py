@@ -29,7 +29,8 @@ _BAD_ARGUMENTS: Final = 2
 _ANY_JOB: Final = f"job_{'?' * 26}"
 _ANY_DIGEST: Final = "?" * 64
 # By category: which commands it has differs between versions, and an unknown one stops the server.
-_CONNECTION: Final = "+@connection +time -@dangerous -@admin"
+# Tracking would tell the names of all keys that change, whatever the keys of the user are.
+_CONNECTION: Final = "+@connection +time -@dangerous -@admin -client|tracking"
 _TRANSACTION: Final = "+multi +exec +discard +watch +unwatch"
 
 

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Final, Literal, Self
 
-from pydantic import Field, SecretStr, field_validator, model_validator
+from pydantic import BeforeValidator, Field, SecretStr, field_validator, model_validator
 from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict
 
 from services.contract.jobs.code_archives import (
@@ -19,6 +19,7 @@ from services.contract.jobs.code_archives import (
 from services.contract.jobs.entry_points import EntryPoints, entry_points
 from services.contract.jobs.specs import HIGHEST_PRIORITY
 from services.contract.redis.redis_address import redis_address
+from services.contract.storage.storage_address import BucketAddress, storage_address
 from services.contract.system.secret_files import with_secret_files
 
 MIN_PASSWORD_CHARACTERS: Final = 16
@@ -175,9 +176,11 @@ class Settings(BaseSettings):
         default=frozenset(),
         description="Hosts of webhooks that need no public address and no TLS, separated by commas. Others need both.",
     )
-    checkpoint_root: Path | None = Field(
-        default=None,
-        description="Folder of all jobs' checkpoints, as the nodes have it; the controller only reads it, for downloads of exports. Unset: no downloads.",
+    checkpoint_root: Annotated[Path | BucketAddress | None, BeforeValidator(storage_address)] = (
+        Field(
+            default=None,
+            description="Folder of all jobs' checkpoints, as the nodes have it, or `s3://BUCKET/PREFIX`; the controller only reads it, for downloads of exports. Unset: no downloads.",
+        )
     )
     pools_file: Path | None = Field(
         default=None,

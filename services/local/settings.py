@@ -4,11 +4,13 @@ import os
 import shutil
 from collections.abc import Collection
 from pathlib import Path
+from typing import Annotated
 
-from pydantic import Field, SecretStr, model_validator
+from pydantic import BeforeValidator, Field, SecretStr, model_validator
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
 from services.contract.redis.redis_address import redis_address
+from services.contract.storage.storage_address import BucketAddress, storage_address
 from services.contract.system.secret_files import with_secret_files
 
 
@@ -43,9 +45,11 @@ class LocalSettings(BaseSettings):
     redis_password_file: Path | None = Field(
         default=None, description="File that has it, in place of `MESHLOOM_REDIS_PASSWORD`."
     )
-    checkpoint_root: Path | None = Field(
-        default=None,
-        description="Folder of all jobs' checkpoints; unset: `checkpoints` in the home folder.",
+    checkpoint_root: Annotated[Path | BucketAddress | None, BeforeValidator(storage_address)] = (
+        Field(
+            default=None,
+            description="Folder of all jobs' checkpoints, or `s3://BUCKET/PREFIX`; unset: `checkpoints` in the home folder.",
+        )
     )
     token: str | None = Field(default=None, description="The operator's bearer token.")
     token_file: Path | None = Field(

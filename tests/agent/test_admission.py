@@ -64,10 +64,12 @@ def test_entry_points_are_checked_again_on_the_node(tmp_path: Path) -> None:
 def test_a_mask_covers_the_ways_in_which_values_are_written(tmp_path: Path) -> None:
     mask = Mask({"HUB": SECRET, "KEY": "-----BEGIN-----\nsecond-line\nx"})
     failed = RankFailed(error=f"no {SECRET!r}", traceback=f"x\n{SECRET}\nsecond-line", step=1)
-    line = mask.line(failed.model_dump_json().encode())
-    read = RANK_MESSAGE.validate_json(line)
-    assert isinstance(read, RankFailed)
-    assert (read.error, read.traceback) == ("no '[secret HUB]'", "x\n[secret HUB]\n[secret KEY]")
+    written = failed.model_dump_json().encode()
+    for masked in (mask.line(written), mask.message(written)):
+        read = RANK_MESSAGE.validate_json(masked)
+        assert isinstance(read, RankFailed)
+        assert read.error == "no '[secret HUB]'"
+        assert read.traceback == "x\n[secret HUB]\n[secret KEY]"
     path = tmp_path / "log"
     filler = "y" * 3_995
     path.write_text(f"{SECRET} and \x1b[1mx\n{filler}{SECRET}\n-----BEGIN-----\nx\n")

@@ -11,17 +11,20 @@ import psutil
 import pytest
 
 from services.contract.messages.board import BoardReader
-from services.contract.messages.commands import StopGang
+from services.contract.messages.commands import CommitCheckpoint, StopGang
 from services.contract.messages.facts import (
     CheckpointLost,
+    CheckpointVoted,
     GangEnded,
     GangProgressed,
     JobFound,
     LaunchRefused,
     NodeJoined,
+    NodeLeaving,
     NodeLeft,
 )
 from services.contract.redis import redis_keys
+from services.contract.storage.manifests import Manifest
 from services.contract.words.ids import checkpoint_id
 from services.local.embedded_redis import EmbeddedRedis
 from services.local.settings import child_environment
@@ -90,6 +93,46 @@ def test_a_stopped_agent_tells_all_and_leaves_nothing(
     assert not agent.marked()
     boards = Path("/dev/shm")  # noqa: S108 where boards lie
     assert not list(boards.glob(f"meshloom-{agent.folder.mark}-*"))
+
+
+def test_an_agent_with_a_grace_has_its_gang_move_before_it_leaves(
+    controller: Controller, start_agent: StartAgent
+) -> None:
+    controller.open_job()
+    agent = start_agent(MESHLOOM_STOP_GRACE_S="600")
+    controller.fact(NodeJoined)
+    controller.send(launch(1, 1, FOREVER, pause_s=0.01))
+    controller.fact(GangProgressed)
+    agent.process.send_signal(signal.SIGTERM)
+    assert controller.fact(NodeLeaving).grace_s == 600
+    assert not controller.all_of(GangEnded)
+    controller.send(StopGang(job_id=JOB, fence=1, mode="drain"))
+    assert [e.error for e in ended(controller).exits] == [None]
+    vote = controller.fact(CheckpointVoted)
+    manifest = Manifest(
+        job_id=JOB,
+        checkpoint_id=vote.checkpoint_id,
+        fence=1,
+        step=vote.step,
+        world_size=1,
+        shards=(vote.shard,),
+    )
+    controller.send(CommitCheckpoint(job_id=JOB, fence=1, manifest=manifest))
+    assert agent.process.wait(60) == 0
+    kinds = [fact.kind for fact in controller.facts()]
+    assert kinds[-3:] == ["gang_ended", "checkpoint_linked", "node_left"]
+
+
+def test_a_grace_that_is_over_ends_the_gang(
+    controller: Controller, start_agent: StartAgent
+) -> None:
+    controller.open_job()
+    agent = start_agent(MESHLOOM_STOP_GRACE_S="0.1")
+    controller.fact(NodeJoined)
+    running(controller)
+    agent.process.send_signal(signal.SIGTERM)
+    assert agent.process.wait(60) == 0
+    assert {e.error for e in ended(controller).exits} == {"killed: the agent was stopped"}
 
 
 def test_a_gang_lives_on_while_redis_is_away_and_nothing_is_lost(

@@ -151,6 +151,18 @@ def test_what_looks_like_a_credential_is_kept_from_ranks(
     assert name not in rank_environment(settings(rank_env="OTHER"), "mark", None)
 
 
+def test_an_agent_with_a_bucket_keeps_its_credentials_and_gives_ranks_a_folder_of_its_own(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("AWS_ACCESS_KEY_ID", "x")
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "x")
+    monkeypatch.setenv("AWS_PROFILE", "x")
+    asked = settings(checkpoint_root="s3://bucket/prefix", home="/home", node_id="loom-1")
+    assert str(asked.checkpoint_root) == "s3://bucket/prefix"
+    assert asked.checkpoint_folder == Path("/home/copies/loom-1")
+    assert not [name for name in rank_environment(asked, "mark", None) if name.startswith("AWS")]
+
+
 def test_what_ranks_need_is_passed_on(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
     monkeypatch.setenv("PYTHONPATH", "/theirs")

@@ -19,7 +19,7 @@ from services.contract.messages.rank_pipe import (
     RankMessage,
     RankReady,
 )
-from services.contract.system.mask import NOTHING_MASKED
+from services.contract.system.mask import NOTHING_MASKED, Mask
 from services.contract.system.pipe_end import PipeEnd
 from services.contract.words.bounds import ERROR_CHARACTERS, TRACEBACK_CHARACTERS
 from services.contract.words.ids import checkpoint_id
@@ -37,9 +37,11 @@ class Heard:
     messages: list[RankMessage] = field(default_factory=list)
     faults: list[str] = field(default_factory=list)
 
+    mask: Mask = NOTHING_MASKED
+
     def __post_init__(self) -> None:
         ours, self._theirs = PipeEnd.pair()
-        self.link = RankLink(ours, self.messages.append, self.faults.append, NOTHING_MASKED)
+        self.link = RankLink(ours, self.messages.append, self.faults.append, self.mask)
         self.link.listen()
         os.set_blocking(self._theirs.writing, False)
 
@@ -65,11 +67,11 @@ class Heard:
             self.link.hear()
 
 
-def heard(content: bytes) -> Heard:
+def heard(content: bytes, mask: Mask = NOTHING_MASKED) -> Heard:
     """What becomes of one writing of a rank."""
 
     async def run() -> Heard:
-        heard = Heard()
+        heard = Heard(mask=mask)
         with heard:
             heard.say(content)
         heard.link.close()
@@ -86,6 +88,22 @@ def vote(**changes: object) -> bytes:
     shard = {"rank": 0, "name": "r", "bytes": 1, "sha256": "0" * 64} | changes
     name = checkpoint_id(JOB, 3, 1)
     return line(kind="rank_vote", checkpoint_id=name, step=3, shard=shard)
+
+
+def test_numbers_that_have_the_digits_of_a_secret_stay_numbers_and_texts_are_masked() -> None:
+    told = line(
+        kind="rank_evaluated",
+        step=12345678,
+        loss=0.123456789,
+        tokens=9,
+        metrics={"of 12345678": 1e9 + 12345678.0},
+    )
+    result = heard(told, Mask({"PIN": "12345678"}))
+    assert result.faults == []
+    (message,) = result.messages
+    assert isinstance(message, RankEvaluated)
+    assert (message.step, message.loss) == (12345678, 0.123456789)
+    assert message.metrics == {"of [secret PIN]": 1_012_345_678.0}
 
 
 @pytest.mark.parametrize(

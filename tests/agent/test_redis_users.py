@@ -232,6 +232,7 @@ def test_an_agent_can_do_nothing_in_the_name_of_others(guarded: Guarded) -> None
         ("PUBLISH", "elsewhere", "x"),
         ("KEYS", "*"),
         ("SCAN", "0"),
+        ("CLIENT", "TRACKING", "ON", "BCAST"),
         ("FLUSHALL",),
         ("CONFIG", "GET", "*"),
         ("ACL", "LIST"),

@@ -27,8 +27,9 @@ from services.contract.storage.job_cards import put_card_away
 from services.contract.storage.manifests import Manifest, ShardFile
 from services.contract.words.ids import checkpoint_id
 from services.contract.words.states import JobState
-from services.worker.agent.storage import job_storage as storage_module
-from services.worker.agent.storage.job_storage import Storage, fault_of, purge
+from services.worker.agent.storage import shard_check
+from services.worker.agent.storage.job_storage import Storage, purge
+from services.worker.agent.storage.shard_check import fault_of
 from tests.agent.conftest import JOB, NODE, launch
 
 
@@ -162,7 +163,7 @@ def test_a_purged_job_leaves_nothing_and_its_zombies_commit_nothing(
     assert isinstance(storage.commit(commit), CheckpointLinked)
     command = PurgeJob(job_id=JOB, fence=1)
     with monkeypatch.context() as broken:
-        broken.setattr("services.worker.agent.storage.job_storage.remove_tree", refuse)
+        broken.setattr("services.worker.agent.storage.shared_files.remove_tree", refuse)
         told = purge(storage, command, NODE)
     assert told.error == "[Errno 5] Input/output error"
     # Its name is gone at once; what could not be removed is removed when it is asked for again.
@@ -209,7 +210,7 @@ def test_a_shard_to_which_somebody_goes_on_to_write_is_read_to_its_voted_end_onl
     path, content = tmp_path / "shard", b"x" * 100
     path.write_bytes(content)
     shard = ShardFile(rank=0, name="shard", bytes=100, sha256=hashlib.sha256(content).hexdigest())
-    monkeypatch.setattr(storage_module, "_READ_BYTES", 10)
+    monkeypatch.setattr(shard_check, "_READ_BYTES", 10)
 
     def write_on() -> bool:
         with path.open("ab") as file:

@@ -13,7 +13,7 @@ from services.contract.storage.commit_chain import CommitChain
 from services.contract.storage.manifests import ShardFile
 from services.contract.words.ids import checkpoint_id
 from services.worker.agent.gangs.vote_check import VoteCheck
-from services.worker.agent.storage import job_storage
+from services.worker.agent.storage import shard_check
 from tests.agent.conftest import JOB
 
 CONTENT = b"seven b"
@@ -117,7 +117,7 @@ def test_of_large_shards_two_wait_and_further_ones_are_refused(
 def test_a_check_that_is_over_gives_up_a_shard_of_any_size(
     tmp_path: Path, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(job_storage, "is_hollow", lambda _: False)
+    monkeypatch.setattr(shard_check, "is_hollow", lambda _: False)
     with (folder / "rank-0.bin").open("wb") as file:
         file.truncate(1 << 40)  # no disk has to hold it, and nobody could read it to its end
 

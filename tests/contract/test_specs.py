@@ -46,6 +46,15 @@ def test_all_faults_are_named_at_once() -> None:
         ({"train": {"steps": float("nan")}}, "steps"),
         ({"model": {"factory": "os.system; rm"}}, "factory"),
         ({"name": "../../etc"}, "name"),
+        ({"faults": {"on_replica_loss": "continue"}}, "mesh.dp_replicate to 2 or more"),
+        (
+            {
+                "faults": {"on_replica_loss": "continue"},
+                "resources": {"world": {"max": 4}},
+                "mesh": {"dp_shard": 2},
+            },
+            "not possible with resources.world",
+        ),
     ],
 )
 def test_a_contradiction_is_refused_in_words(change: dict[str, Any], words: str) -> None:

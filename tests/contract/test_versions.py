@@ -59,6 +59,7 @@ NUMBERS = (
     "time_ms",
     "tokens_per_s",
     "step_time_s",
+    "grace_s",
 )
 SEEN = {"rank": 0, "pid": 1, "phase": "DATA"}
 REQUIRED: Final[Mapping[str, object]] = {
@@ -105,6 +106,10 @@ REQUIRED: Final[Mapping[str, object]] = {
     "file": "rank-0.bin",
     "text": "a line",
     "asked": "0123456789abcdef",
+    "replica": 1,
+    "life": 2,
+    "store": {"host": "127.0.0.1", "port": 4000},
+    "replicas": {"epoch": 1, "members": [0, 1], "host": "127.0.0.1", "port": 4000},
 } | dict.fromkeys(NUMBERS, 1)
 
 

@@ -1,12 +1,15 @@
 """However many follow a job's logs, the controller's own loops are heard, and the rest is told."""
 
 import asyncio
+from typing import cast
 
 import pytest
 from redis import Redis
+from redis.asyncio.client import PubSub
 
 from services.contract.redis import redis_keys as keys
 from services.controller.adapters.redis import redis_ports
+from services.controller.adapters.redis.coordination import RedisWaker
 from services.controller.api.context import Context
 from services.controller.ports.machines import Log
 from tests.controller.conftest import House
@@ -37,6 +40,24 @@ async def test_followers_in_any_number_silence_no_loop(redis_url: str) -> None:
         for follower in followers:
             follower.cancel()
         await asyncio.gather(*followers, return_exceptions=True)
+
+
+@pytest.mark.anyio
+async def test_calls_that_never_end_do_not_keep_whoever_waits_from_going_on() -> None:
+    class Calls:
+        taken = 0
+
+        async def get_message(self, timeout: float) -> object:  # noqa: ASYNC109 as redis-py has it
+            del timeout
+            self.taken += 1
+            assert self.taken < 1_000_000
+            return {"type": "message"}
+
+    calls = Calls()
+    waker = RedisWaker(cast("PubSub", calls))
+    for _ in range(3):
+        await waker.wait(60)
+    assert calls.taken > 3
 
 
 @pytest.mark.redis

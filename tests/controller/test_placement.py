@@ -4,12 +4,12 @@ from typing import Literal
 
 import pytest
 
-from services.contract.messages.facts import NodeJoined, NodeLeft
+from services.contract.messages.facts import NodeJoined, NodeLeaving, NodeLeft
 from services.contract.redis.redis_keys import NODE_LEASE_MS
 from services.contract.words.states import NodeState
 from services.controller.domain.errors import InvalidRequestError
 from services.controller.domain.plans import default_plan
-from services.controller.domain.scheduling.node import Drain, Lease, join, judge, leave
+from services.controller.domain.scheduling.node import Drain, Lease, join, judge, leave, set_out
 from services.controller.domain.scheduling.placement import (
     GangRequest,
     Never,
@@ -61,6 +61,21 @@ def test_a_node_that_left_comes_back_only_by_joining() -> None:
     assert judge(left, Lease("life-1", 5000), NODE_LEASE_MS, NOW) == left
     again = NodeJoined(node_id=NODE, incarnation="life-2", inventory=left.inventory)
     assert join(left, again, "61-0").state is NodeState.READY
+
+
+def test_a_node_whose_agent_is_to_end_takes_no_gang_until_another_life_of_it_joins() -> None:
+    known = node()
+    told = NodeLeaving(node_id=NODE, incarnation="life-1", grace_s=50)
+    leaving = set_out(known, told, "60-0")
+    assert leaving.leaving == Drain(grace_s=50, asked_ms=60)
+    assert leaving.shown_state is NodeState.DRAINING
+    assert isinstance(place(ask(2), [NodeUsage(leaving)]), NotNow)
+    assert set_out(leaving, told, "60-0") == leaving
+    assert set_out(known, told.model_copy(update={"incarnation": "life-0"}), "60-0") == known
+    again = NodeJoined(node_id=NODE, incarnation="life-1", number=2, inventory=known.inventory)
+    assert join(leaving, again, "61-0").leaving == leaving.leaving
+    next_life = again.model_copy(update={"incarnation": "life-2"})
+    assert join(leaving, next_life, "61-0").leaving is None
 
 
 def test_no_node_yet_is_not_never() -> None:

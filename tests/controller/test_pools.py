@@ -238,6 +238,22 @@ def test_why_nodes_were_lost_is_told_in_the_pools_own_words(
     play(PooledCluster({}, limits()), course)
 
 
+def test_a_gang_moves_with_a_checkpoint_to_nodes_reserved_anew_when_its_agents_are_to_end() -> None:
+    async def course(cluster: PooledCluster) -> None:
+        job_id = await cluster.submit(**FOUR, train={"steps": 60, "global_batch": 12})
+        await cluster.at_size(job_id, 4)
+        await cluster.seconds(5)
+        for name in ("burst-1", "burst-2"):
+            cluster.leaving(name, 50)
+        assert await ended(cluster, job_id) is JobState.SUCCEEDED
+        job = await cluster.job(job_id)
+        assert set(cluster.nodes_of(job)) == {"burst-3", "burst-4"}
+        assert job.attempts[-1].resumed_from is not None
+        assert job.restarts == 0
+
+    play(PooledCluster({}, limits()), course)
+
+
 @pytest.mark.parametrize("second", range(0, 40, 2))
 def test_a_new_leader_goes_on_whatever_the_last_one_was_about_to_do(second: int) -> None:
     async def course(cluster: PooledCluster) -> None:

@@ -24,6 +24,7 @@ from services.contract.messages.facts import (
     GangEnded,
     GangLaunched,
     GangProgressed,
+    NodeLeaving,
     RankExit,
 )
 from services.contract.messages.telemetry import StepRecord
@@ -36,7 +37,7 @@ from services.controller.domain.decisions.dispatch import first_decision
 from services.controller.domain.decisions.history import Occurrence
 from services.controller.domain.job.events import GangFact, JobEvent, PatchAsked
 from services.controller.domain.job.job import Job
-from services.controller.domain.scheduling.node import Lease
+from services.controller.domain.scheduling.node import Lease, set_out
 from services.controller.domain.scheduling.reservations import PoolLimits
 from services.controller.ports.jobs import Actor
 from services.controller.use_cases.change import apply_events
@@ -102,6 +103,12 @@ class VirtualCluster:
         self._up[name] = life
         update = {"incarnation": life, "joined_ms": self.now}
         self.server.nodes[name] = node(name, slots=slots).model_copy(update=update)
+
+    def leaving(self, name: str, grace_s: float) -> None:
+        """Its agent is told to end, and says so."""
+        known = self.server.nodes[name]
+        told = NodeLeaving(node_id=name, incarnation=self._up[name], grace_s=grace_s)
+        self.server.nodes[name] = set_out(known, told, f"{self.now}-1")
 
     def lose(self, name: str) -> None:
         """A node is gone, and its ranks with it."""

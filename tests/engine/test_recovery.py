@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import resource
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Protocol, cast
@@ -326,6 +326,38 @@ def check_second_graph(ctx: RankContext) -> None:
         if mine.grad is not None and theirs.grad is not None:
             assert torch.equal(mine.grad, theirs.grad)
     assert_nothing_is_left(model)
+
+
+@pytest.mark.parametrize("reset", [False, True], ids=["by itself", "reset_iter_state"])
+def test_without_zero_grad_the_next_backward_adds_to_what_the_failed_one_left(
+    gangs: Gangs, *, reset: bool
+) -> None:
+    gangs(2).run(check_without_zeroing, reset)
+
+
+def check_without_zeroing(ctx: RankContext, reset: bool) -> None:  # noqa: FBT001 - shipped positionally
+    model, alone = shard_decoder(ctx), shard_decoder(ctx)
+    slices = list(model.parameters())  # as an optimizer has them
+    backward_once(ctx, model, 0)
+    earlier = grads_of(slices)
+    fault = inner(model).register_forward_hook(fault_in_backward)
+    with pytest.raises(InjectedError):
+        backward_once(ctx, model, 1)
+    fault.remove()
+    if reset:
+        unit(model).reset_iter_state()
+    left = grads_of(slices)
+    assert any(torch.equal(one, other) for one, other in zip(left, earlier, strict=True))
+    backward_once(ctx, model, 2)
+    backward_once(ctx, alone, 2)
+    for mine, kept, added in zip(grads_of(slices), left, grads_of(alone.parameters()), strict=True):
+        assert torch.equal(mine, kept + added)
+    assert_nothing_is_left(model)
+
+
+def grads_of(parameters: Iterable[nn.Parameter]) -> list[torch.Tensor]:
+    grads = [p.grad for p in parameters if p.grad is not None]
+    return [cast("DTensor", grad).full_tensor() for grad in grads]
 
 
 def test_reset_drops_what_was_accumulated_without_a_reduction(gangs: Gangs) -> None:

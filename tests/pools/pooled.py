@@ -25,8 +25,7 @@ _AGAIN: Final = "launched-again"
 _FILE: Final = "pools.yaml"
 _LOST: Final = ReservationState.LOST
 CHECKPOINTS: Final = {"checkpoint": {"every_steps": 10}}
-# Few steps; how long they take is for ``paced`` to say.
-SHORT: Final = {"train": {"steps": 30, "global_batch": 12, "seed": 7}, **CHECKPOINTS}
+LAST_CHECKPOINT: Final = {"checkpoint": {"every_steps": 100_000}}
 
 
 @contextlib.contextmanager

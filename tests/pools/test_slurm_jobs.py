@@ -8,7 +8,7 @@ import pytest
 from services.contract.words.states import JobState, ReservationState
 from tests.chaos.conftest import paced, set_pace
 from tests.cluster import Cluster
-from tests.pools.pooled import SHORT, lost_by, pooled, reservations
+from tests.pools.pooled import LAST_CHECKPOINT, lost_by, pooled, reservations
 from tests.pools.slurm_cluster import SlurmCluster, why_not_here
 from tests.waiting import until
 
@@ -33,32 +33,40 @@ def cluster(slurm: SlurmCluster, tmp_path: Path) -> Iterator[Cluster]:
         yield cluster
 
 
-def test_a_job_waits_trains_survives_a_lost_node_and_gives_all_nodes_back(
+def test_a_job_waits_trains_moves_before_a_time_limit_survives_a_lost_node_and_gives_all_nodes_back(
     slurm: SlurmCluster, cluster: Cluster, tmp_path: Path
 ) -> None:
     wrap = "--wrap=sleep 600"
     taken = slurm.say("sbatch", "--parsable", "--nodes=3", "-o", "/dev/null", wrap).strip()
     until(lambda: len(slurm.idle_nodes()) == 1)
-    job = cluster.submit(**SHORT, model=paced(tmp_path, 0.3))
+    # No checkpoint but that of an agent which is told to end. The rests last longer than all that happens.
+    long = {"train": {"steps": 150, "global_batch": 4, "seed": 7}, **LAST_CHECKPOINT}
+    job = cluster.submit(**long, model=paced(tmp_path, 2.0))
     waiting = "waiting for 2 nodes of pool hpc: Resources"
     cluster.job_when(job.id, lambda now: now.state is JobState.QUEUED and now.reason == waiting)
     assert not cluster.client.nodes().items
 
     slurm.say("scancel", taken)
-    cluster.committed(job.id)
+    cluster.at_step(job.id, 3)
     (first,) = reservations(cluster)
     assert (first.state, len(first.node_ids)) == (ReservationState.READY, 2)
 
-    rank = cluster.rank_pid(job.id, 1, attempt=1)
+    # As Slurm does before a time limit, whose whole minutes would take too long here.
+    slurm.say("scancel", "--batch", "--signal=USR1", f"--name=meshloom-{first.id}")
+    cluster.at_step(job.id, 4, attempt=2)
+    one, two = cluster.client.attempts(job.id).items
+    assert (one.exit_reason, two.resumed_from is not None) == ("node_drained", True)
+
+    rank = cluster.rank_pid(job.id, 1, attempt=2)
     (lost,) = (name for name in slurm.nodes if rank in slurm.processes(name))
     slurm.kill_node(lost)
     set_pace(tmp_path, 0.0)
     done = cluster.rested(job.id)
     assert done.state is JobState.SUCCEEDED, done.failure
-    _, *_, last = cluster.client.attempts(job.id).items
-    assert last.resumed_from is not None
+    *_, last = cluster.client.attempts(job.id).items
+    assert last.resumed_from == two.resumed_from
     names = slurm.say("squeue", "-h", "--states=all", "-o", "%j").split()
-    assert len([name for name in names if name.startswith("meshloom-")]) == 2
+    assert len([name for name in names if name.startswith("meshloom-")]) == 3
     lost_by(cluster, "the pool took its nodes back: Slurm's job ")
 
     until(lambda: not reservations(cluster))

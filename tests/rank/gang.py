@@ -10,7 +10,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from multiprocessing.context import ForkServerProcess
+from multiprocessing.context import ForkServerContext, ForkServerProcess
 from multiprocessing.reduction import DupFd
 from pathlib import Path
 from typing import Any, TypeVar
@@ -275,15 +275,10 @@ class Ranks:
                         str(spec.data.args.get("library", self.root) if spec.data else self.root),
                     ),
                 )
-                end, theirs = PipeEnd.pair()
-                process = self._context.Process(
-                    target=_sit,
-                    args=(seat, _Sent(theirs), listener if rank == 0 else None, trainer),
-                    daemon=False,  # it may have worker processes of its own
+                is_head = rank == 0
+                process, end = launched(
+                    self._context, seat, listener if is_head else None, trainer, libraries
                 )
-                with imported(*libraries):
-                    process.start()
-                theirs.close()
                 processes.append(process)
                 ours.append(end)
         attempt = Attempt(self.root, fence, plan, processes, ours)
@@ -352,6 +347,26 @@ def ranks_below(root: Path) -> Iterator[Ranks]:
         yield ranks
     finally:
         ranks.close()
+
+
+def launched(
+    context: ForkServerContext,
+    seat: RankSeat,
+    listener: socket.socket | None,
+    trainer: str = DEFAULT_TRAINER,
+    libraries: tuple[str, ...] = (),
+) -> tuple[ForkServerProcess, PipeEnd]:
+    """A live rank, and the agent's end of its pipe."""
+    end, theirs = PipeEnd.pair()
+    process = context.Process(
+        target=_sit,
+        args=(seat, _Sent(theirs), listener, trainer),
+        daemon=False,  # it may have worker processes of its own
+    )
+    with imported(*libraries):
+        process.start()
+    theirs.close()
+    return process, end
 
 
 @dataclass(frozen=True)

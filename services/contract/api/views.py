@@ -75,6 +75,15 @@ class FailureView(_View):
     traceback: str | None = None
 
 
+class ReplicasView(_View):
+    """The replicas of an attempt that continues without lost ones."""
+
+    count: int = Field(description="how many the mesh has")
+    present: int = Field(description="how many take part now; 0 until all have begun")
+    lost: int = Field(description="how often one was lost")
+    returned: int = Field(description="how often one came back")
+
+
 class AttemptView(_View):
     """One numbered attempt of a job, and its times in seconds, where they are known.
 
@@ -99,6 +108,9 @@ class AttemptView(_View):
     time_to_detect_s: float | None = None
     time_to_restart_s: float | None = None
     time_to_first_step_s: float | None = None
+    replicas: ReplicasView | None = Field(
+        None, description="null: the loss of any rank ends the attempt"
+    )
 
 
 class CloneOrigin(_View):
@@ -126,6 +138,9 @@ class JobView(_View):
         1, description="ranks of the newest attempt; before the first one, how many it needs"
     )
     world: WorldSpec | None = Field(None, description="the bounds of an elastic job")
+    replicas: ReplicasView | None = Field(
+        None, description="those of the newest attempt, if it continues without lost ones"
+    )
     plan: GangPlan | None = None
     estimate: EstimateView | None = Field(
         None, description="what its plan estimated, and what was measured; null without a plan_id"

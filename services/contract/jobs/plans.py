@@ -60,6 +60,11 @@ class GangPlan(BaseModel):
         """How many ranks the gang has."""
         return len(self.ranks)
 
+    @property
+    def replica_size(self) -> int:
+        """How many ranks a replica has; those of replica 0 come first, then those of 1, and so on."""
+        return self.sharding.mesh.dp_shard * self.sharding.mesh.tp
+
     @cached_property
     def taken(self) -> Mapping[NodeId, Taken]:
         """What it takes of each node; kept, for the leader asks at each look."""

@@ -353,7 +353,8 @@ class FaultSpec(SpecPart):
     ``on_nan``: a loss or gradient that is no finite number ends the job (``stop``), or its attempt,
     and the next one goes on from the last committed checkpoint (``rollback``, a counted restart).
     ``hang_timeout_s``: for how long no rank may make progress between steps; ``auto`` is 5 s or
-    three usual steps, whichever is longer.
+    three usual steps, whichever is longer. ``on_replica_loss``: with ``continue`` replicas that live
+    train on without a lost one, which gets its state back from their memory.
     """
 
     max_restarts: int = Field(
@@ -367,6 +368,18 @@ class FaultSpec(SpecPart):
         default="auto",
         description="Seconds without progress on any rank that count as a hang; auto: 5 s or three usual steps, whichever is longer.",
     )
+    on_replica_loss: Literal["continue"] | None = Field(
+        default=None,
+        description="continue: when a replica (mesh.dp_replicate) is lost, the others train on and it returns; null: the attempt ends and the job restarts.",
+    )
+
+    # A return type would take the place of the fields in the JSON schema.
+    @model_serializer(mode="wrap")
+    def _leave_out_what_is_unset(self, handler: SerializerFunctionWrapHandler):  # type: ignore[no-untyped-def]  # noqa: ANN202 (see above)
+        fields = handler(self)
+        if self.on_replica_loss is None:
+            fields.pop("on_replica_loss", None)
+        return fields
 
 
 class SecretReference(SpecPart):

@@ -185,6 +185,27 @@ class JobSpec(SpecPart):
             )
         return self
 
+    @model_validator(mode="after")
+    def _has_replicas_to_lose(self) -> Self:
+        if not self.continues_without_replicas:
+            return self
+        if self.entrypoint is not None or self.resources.world is not None:
+            what = "an entrypoint" if self.entrypoint is not None else "resources.world"
+            raise ValueError(
+                f"faults.on_replica_loss: continue is not possible with {what}; leave it out"
+            )
+        if self.mesh == "auto" or self.mesh.dp_replicate == 1:
+            raise ValueError(
+                "faults.on_replica_loss: continue needs replicas that can be lost: set "
+                "mesh.dp_replicate to 2 or more"
+            )
+        return self
+
+    @property
+    def continues_without_replicas(self) -> bool:
+        """Whether the loss of a replica does not end an attempt."""
+        return self.faults.on_replica_loss is not None
+
     @property
     def leaves_layout_open(self) -> bool:
         """Whether mesh or units are to be chosen; the mesh of an elastic job follows its ranks.

@@ -9,6 +9,7 @@ from services.contract.jobs.specs import CarriedSpec
 from services.contract.jobs.traces import MOST_STEPS, TracedRanks
 from services.contract.messages.base import Address, OfAttempt
 from services.contract.messages.probing import MeasureNode, ProbeModel
+from services.contract.messages.rank_pipe import ReplicaSet
 from services.contract.storage.manifests import Manifest
 from services.contract.words.bounds import AtMostOnePerRank
 from services.contract.words.ids import CheckpointId, TraceId
@@ -45,6 +46,21 @@ class StopGang(OfAttempt):
     checkpoint: Literal["required", "best_effort", "none"] = "best_effort"
     grace_s: float = Field(default=60.0, ge=0)
     look: bool = False
+
+
+class SetReplicas(OfAttempt):
+    """Tell the ranks of all members on this node who takes part from now on. It is not answered."""
+
+    kind: Literal["set_replicas"] = "set_replicas"
+    replicas: ReplicaSet
+
+
+class ReturnReplica(OfAttempt):
+    """Start the ranks of a lost replica of this node again; ``life`` counts its launches from 1."""
+
+    kind: Literal["return_replica"] = "return_replica"
+    replica: int = Field(ge=0)
+    life: int = Field(ge=2)
 
 
 class TakeCheckpoint(OfAttempt):
@@ -153,6 +169,8 @@ class PurgeJob(OfAttempt):
 Command = Annotated[
     LaunchGang
     | StopGang
+    | SetReplicas
+    | ReturnReplica
     | TakeCheckpoint
     | DiagnoseGang
     | RecordTrace

@@ -45,6 +45,7 @@ class Inventory(Message):
     """The resources of a node. ``cpu_slots`` is how many CPU ranks it runs at a time.
 
     ``storage_id``: the name that the storage of checkpoints has for all nodes that share it; None: unknown.
+    ``storage_fault``: why no job could use it when the agent started, as far as that was tried.
     """
 
     hostname: Name
@@ -54,6 +55,7 @@ class Inventory(Message):
     accelerators: Annotated[tuple[Device, ...], AtMostOnePerRank] = ()
     versions: Versions = Field(default_factory=dict)
     storage_id: Name | None = None
+    storage_fault: Text | None = None
 
 
 class RunningGang(OfAttempt):
@@ -76,6 +78,15 @@ class NodeJoined(Message):
     number: int = Field(default=0, ge=0)
     inventory: Inventory
     gangs: Annotated[tuple[RunningGang, ...], AtMostOnePerRank] = ()
+
+
+class NodeLeaving(Message):
+    """An agent was told to stop: it takes no more gangs, and leaves once it has none, or after ``grace_s``."""
+
+    kind: Literal["node_leaving"] = "node_leaving"
+    node_id: NodeId
+    incarnation: Incarnation
+    grace_s: float = Field(ge=0, le=_LONGEST_S)
 
 
 class NodeLeft(Message):
@@ -358,6 +369,27 @@ class RankExit(Message):
     traceback: Traceback | None = None
 
 
+class ReplicaReady(_GangFact):
+    """All ranks of a replica have built their models and wait to be told who takes part.
+
+    ``life`` counts its launches in this attempt, from 1. ``store``: where its first rank listens.
+    """
+
+    kind: Literal["replica_ready"] = "replica_ready"
+    replica: int = Field(ge=0)
+    life: int = Field(ge=1)
+    store: Address
+
+
+class ReplicaLost(_GangFact):
+    """No rank of this life of a replica lives any more, and other ranks of the attempt may."""
+
+    kind: Literal["replica_lost"] = "replica_lost"
+    replica: int = Field(ge=0)
+    life: int = Field(ge=1)
+    exits: Annotated[tuple[RankExit, ...], AtMostOnePerRank] = ()
+
+
 class GangDiagnosed(_GangFact):
     """What the agent found when it was asked to look into its ranks."""
 
@@ -385,6 +417,7 @@ class GangEnded(_GangFact):
 
 Fact = Annotated[
     NodeJoined
+    | NodeLeaving
     | NodeLeft
     | GangLaunched
     | LaunchRefused
@@ -408,6 +441,8 @@ Fact = Annotated[
     | RecordsClosed
     | JobPurged
     | Evaluated
+    | ReplicaReady
+    | ReplicaLost
     | GangDiagnosed
     | GangEnded
     | ModelProbed

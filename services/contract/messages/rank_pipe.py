@@ -9,6 +9,7 @@ from typing import Annotated, Final, Literal
 from pydantic import FailFast, Field, TypeAdapter
 
 from services.contract.jobs.plans import GangPlan
+from services.contract.jobs.spec_parts import MOST_RANKS
 from services.contract.jobs.specs import CarriedSpec
 from services.contract.jobs.traces import MOST_STEPS
 from services.contract.messages.base import Message
@@ -46,7 +47,8 @@ class RankSeat(Message):
 
     ``secrets`` are those that the spec refers to, by name; they are nowhere else. Built-in data
     sources read below ``data_roots`` alone. ``code_folder`` holds the code that was uploaded for the job.
-    ``hears_metrics``: the agent knows ``RankMetrics``.
+    ``hears_metrics``: the agent knows ``RankMetrics``. ``returns``: its replica was lost, and gets its
+    state from the memory of another one.
     """
 
     job_id: JobId
@@ -67,6 +69,7 @@ class RankSeat(Message):
     data_roots: tuple[str, ...] = ()
     code_folder: str | None = None
     hears_metrics: bool = False
+    returns: bool = False
 
 
 class RankReady(Message):
@@ -244,12 +247,29 @@ class TraceOrder(Message):
     steps: int = Field(ge=1, le=MOST_STEPS)
 
 
+class ReplicaSet(Message):
+    """The replicas that take part in steps from now on, if a job continues without lost ones.
+
+    Attributes:
+        epoch: Its number; a set of a higher one replaces it.
+        members: Numbers of replicas, ascending.
+        host: Where the first rank of one of them listens for the others.
+        port: The same.
+    """
+
+    epoch: int = Field(ge=1, le=_MOST)
+    members: Annotated[tuple[int, ...], Field(min_length=1, max_length=MOST_RANKS), FailFast()]
+    host: Name
+    port: int = Field(ge=1, le=65_535)
+
+
 class RankOrder(Message):
     """Agent to rank: checkpoint at the next agreed step; ``stop``: and then exit.
 
-    ``trace``: this rank alone, from its own next step on.
+    ``trace``: this rank alone, from its own next step on. ``replicas``: who takes part from now on.
     """
 
     checkpoint: bool = False
     stop: bool = False
     trace: TraceOrder | None = None
+    replicas: ReplicaSet | None = None

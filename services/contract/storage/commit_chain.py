@@ -11,6 +11,9 @@ A new attempt links its own record first, so that a frozen process of an older a
 between its check and its link finds the number taken. ``link(2)`` refuses an existing name, on
 NFS too, where a repeated request may report EEXIST for its own success: so we compare.
 
+Where checkpoints lie in a bucket, ``record_files`` puts a conditional write in the link's place: the server
+refuses a name that is taken, and a repeated request may hear so of its own success.
+
 A damaged record is passed over in reading and its number stays taken: what the others say holds.
 Which fences are open is told by names too, so that damage lets no overtaken attempt commit.
 """
@@ -32,6 +35,7 @@ from services.contract.storage.manifests import (
     DamagedRecord,
     Manifest,
 )
+from services.contract.storage.record_files import FolderRecords, RecordFiles
 from services.contract.system.durable import make_folders, read_plain, sync_folder, write_new
 from services.contract.system.rank_user import RankUser
 
@@ -43,6 +47,7 @@ _OPENED: Final = "opened-"
 _ALL_READ: Final = 0o644
 _ALL_READ_AND_ENTER: Final = 0o755
 DRAFT_PREFIX: Final = ".draft-"
+FOLDER_RECORDS: Final = FolderRecords()
 Record = Manifest | AttemptOpened | CheckpointDeleted
 
 
@@ -88,11 +93,14 @@ class CommitChain:
     """The chain of one job below a storage root. Safe under concurrent writers.
 
     Args:
-        root: The folder that holds all jobs' checkpoints.
+        root: The folder that holds all jobs' checkpoints, or this node's copies of them.
         job_id: The job whose chain this is.
+        files: How records there become what all nodes see. By default the folder is what they see: so
+            for ranks, too, whose agent has brought what they read.
     """
 
-    def __init__(self, root: Path, job_id: str) -> None:
+    def __init__(self, root: Path, job_id: str, files: RecordFiles = FOLDER_RECORDS) -> None:
+        self._files = files
         self._job = root / job_id
         self._folder = self._job / "chain"
 
@@ -103,7 +111,7 @@ class CommitChain:
     @property
     def exists(self) -> bool:
         """Whether an attempt of the job has ever opened it here."""
-        return self._folder.is_dir()
+        return self._files.holds(self._folder)
 
     def read(self) -> ChainReading:
         """All that it says now.
@@ -111,6 +119,7 @@ class CommitChain:
         Raises:
             OSError: The folder is there and cannot be listed.
         """
+        self._files.pull(self._folder)
         # The names of fences first: an opening that is under way is either seen by its name or
         # links its record behind whatever is read here.
         fences = [0, *self._named_fences()]
@@ -161,7 +170,7 @@ class CommitChain:
             return []
         named = {r.checkpoint_id for r in reading.records.values() if isinstance(r, Manifest)}
         found = []
-        for folder in sorted((self._job / "shards").glob("ckpt_*")):
+        for folder in self._files.folders(self._job / "shards", "ckpt_*"):
             match = _FENCE_AT_END.search(folder.name)
             if match and int(match[1]) < reading.fence and folder.name not in named:
                 found.append(folder)
@@ -172,7 +181,9 @@ class CommitChain:
 
         Of use to nobody only while no attempt of the job runs. None while a record is damaged.
         """
-        folders = [path for path in sorted((self._job / "shards").glob("ckpt_*")) if path.is_dir()]
+        found = self._files.folders(self._job / "shards", "ckpt_*")
+        # One that is not here is in a bucket, which has nothing else in a folder's place.
+        folders = [path for path in found if path.is_dir() or not os.path.lexists(path)]
         reading = self.read()
         if reading.damaged:
             return []
@@ -211,7 +222,7 @@ class CommitChain:
                 # Behind what was read, damage included: a number that was taken is never reused.
                 number = len(earlier.records) + len(earlier.damaged) + 1
                 try:
-                    os.link(draft, self._path(number))
+                    self._files.link(draft, self._path(number))
                 except FileExistsError:
                     continue
                 sync_folder(self._folder)
@@ -256,4 +267,4 @@ class CommitChain:
 
     def _name_fence(self, fence: int) -> None:
         # Made durable with the record that follows it.
-        (self._folder / f"{_OPENED}{fence:04d}").touch()
+        self._files.touch(self._folder / f"{_OPENED}{fence:04d}")

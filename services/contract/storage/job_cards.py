@@ -19,8 +19,8 @@ from services.contract.words.bounds import Text
 from services.contract.words.ids import CheckpointId, JobId, is_job_id
 from services.contract.words.states import ExitReason, JobState
 
-_CARD: Final = "job.json"
-_DELETED: Final = "deleted.json"
+CARD: Final = "job.json"
+DELETED: Final = "deleted.json"
 
 
 class JobCard(BaseModel):
@@ -57,17 +57,17 @@ def write_card(root: Path, card: JobCard) -> None:
     draft = folder / f"{DRAFT_PREFIX}{secrets.token_hex(8)}"
     try:
         write_new(draft, card.model_dump_json(indent=1).encode())
-        draft.replace(folder / _CARD)
+        draft.replace(folder / CARD)
     finally:
         draft.unlink(missing_ok=True)
-    (folder / _DELETED).unlink(missing_ok=True)
+    (folder / DELETED).unlink(missing_ok=True)
     sync_folder(folder)
 
 
 def read_card(root: Path, job_id: str) -> JobCard | None:
     """The card of a job that nobody deleted; None where there is none that can be read."""
     try:
-        card = JobCard.model_validate_json(read_plain(root / job_id / _CARD))
+        card = JobCard.model_validate_json(read_plain(root / job_id / CARD))
     except (OSError, ValidationError):
         return None
     return card if card.job_id == job_id else None
@@ -81,7 +81,7 @@ def put_card_away(root: Path, job_id: str) -> bool:
     """
     folder = root / job_id
     try:
-        (folder / _CARD).replace(folder / _DELETED)
+        (folder / CARD).replace(folder / DELETED)
     except FileNotFoundError:
         return False
     sync_folder(folder)

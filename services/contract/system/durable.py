@@ -33,6 +33,13 @@ _CONDITIONS: Final[Mapping[int, str]] = MappingProxyType(
 )
 
 
+class StorageAwayError(OSError):
+    """A storage that is no disk of this node refuses for now, or does not answer; the text says which."""
+
+    def __str__(self) -> str:
+        return str(self.args[0])
+
+
 def node_condition(error: BaseException, node_id: str, disk: str = CHECKPOINT_DISK) -> str | None:
     """What of the node made a system call fail and may pass, in words; None: something else did.
 
@@ -41,6 +48,8 @@ def node_condition(error: BaseException, node_id: str, disk: str = CHECKPOINT_DI
         node_id: Where it was made.
         disk: What was written to, as people know it.
     """
+    if isinstance(error, StorageAwayError):
+        return f"{error} (seen from {node_id})"
     words = _CONDITIONS.get(error.errno or 0) if isinstance(error, OSError) else None
     return None if words is None else words.format(disk=disk, node=node_id)
 

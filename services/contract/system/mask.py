@@ -10,6 +10,8 @@ import urllib.parse
 from collections.abc import Iterator, Mapping
 from typing import Final
 
+from pydantic_core import from_json, to_json
+
 # Shorter ones occur by chance, and could not be masked without masking half of the output.
 MIN_SECRET_CHARACTERS: Final = 8
 
@@ -33,10 +35,28 @@ class Mask:
         return text
 
     def line(self, line: bytes) -> bytes:
-        """The same for a line of JSON."""
+        """The same for a line of output."""
         if not self._forms:
             return line
         return self.text(line.decode(errors="surrogateescape")).encode(errors="surrogateescape")
+
+    def message(self, line: bytes) -> bytes:
+        """The same for a line of JSON: a secret of digits must not tear a number that has them by chance."""
+        masked = self.line(line)
+        if masked == line:
+            return line
+        try:
+            message = from_json(line)
+        except ValueError:  # whoever reads it refuses it
+            return masked
+        return to_json(self._within(message), inf_nan_mode="constants")
+
+    def _within(self, value: object) -> object:
+        if isinstance(value, str):
+            return self.text(value)
+        if isinstance(value, dict):
+            return {self.text(name): self._within(each) for name, each in value.items()}
+        return [self._within(each) for each in value] if isinstance(value, list) else value
 
 
 NOTHING_MASKED: Final = Mask({})

@@ -18,6 +18,7 @@ from services.contract.messages.facts import (
     JobFound,
     JobPurged,
     NodeJoined,
+    NodeLeaving,
     NodeLeft,
     RecordsClosed,
     RunningGang,
@@ -72,7 +73,7 @@ async def apply_facts(ports: Ports, entries: Sequence[Entry], epoch: int) -> Non
     now_ms = await ports.clock.now_ms()
     told = [t for t in (_parse(entry, now_ms) for entry in entries) if t is not None]
     for group in _by_addressee(told):
-        if isinstance(group[0].fact, NodeJoined | NodeLeft):
+        if isinstance(group[0].fact, NodeJoined | NodeLeaving | NodeLeft):
             for one in group:
                 await _apply_node_fact(ports, one, epoch)
         elif isinstance(group[0].fact, JobFound):
@@ -115,7 +116,7 @@ def _addressee(told: ReceivedFact) -> tuple[str, str]:
     fact = told.fact
     if isinstance(fact, JobFound):
         return ("finding", told.entry.id)
-    if isinstance(fact, NodeJoined | NodeLeft):
+    if isinstance(fact, NodeJoined | NodeLeaving | NodeLeft):
         return ("node", fact.node_id)
     if isinstance(fact, ModelProbed | NodeMeasured | RecordsClosed):
         return ("answer", told.entry.id)
@@ -225,6 +226,11 @@ async def _apply_node_fact(ports: Ports, told: ReceivedFact, epoch: int) -> None
         if node.fact_id == told.entry.id:
             await _lose_gangs(ports, node, f"the agent of {node.id} was restarted", epoch)
             await _kill_orphans(ports, fact.node_id, fact.gangs, epoch)
+    elif isinstance(fact, NodeLeaving) and fact.node_id in known:
+        node = nodes.set_out(known[fact.node_id], fact, told.entry.id)
+        if node != known[fact.node_id]:
+            await ports.nodes.put(node, epoch, known[node.id])
+            _log.info("node_leaving", node_id=node.id, grace_s=fact.grace_s)
     elif isinstance(fact, NodeLeft) and fact.node_id in known:
         node = nodes.leave(known[fact.node_id], fact, told.entry.id)
         if node != known[fact.node_id]:

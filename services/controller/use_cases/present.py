@@ -18,11 +18,12 @@ from services.contract.api.views import (
     MeasuredView,
     NodeView,
     RankView,
+    ReplicasView,
     ShardView,
 )
 from services.contract.messages.telemetry import MetricRecord, RankSample, RankStacks, StepRecord
 from services.contract.words.states import ExitReason, JobState
-from services.controller.domain.job.attempt import Attempt, Diagnosis, Failure
+from services.controller.domain.job.attempt import Attempt, Diagnosis, Failure, ReplicaBook
 from services.controller.domain.job.checkpoint import Checkpoint
 from services.controller.domain.job.job import Job, Origin
 from services.controller.domain.scheduling.node import Lease
@@ -72,6 +73,7 @@ def job_view(
         restarts=job.restarts,
         world_size=job.spec.worlds[0] if job.plan is None else job.plan.world_size,
         world=job.spec.resources.world,
+        replicas=_replicas_view(job.attempts[-1].replicas) if job.attempts else None,
         plan=job.plan,
         estimate=_estimate_view(job, samples),
         latest_checkpoint=None if latest is None else latest.id,
@@ -143,6 +145,15 @@ def _attempt_view(attempt: Attempt, following: Attempt | None) -> AttemptView:
             _seconds(attempt.ended_ms, following.started_ms) if following and goes_on else None
         ),
         time_to_first_step_s=_seconds(attempt.started_ms, attempt.first_step_ms),
+        replicas=_replicas_view(attempt.replicas),
+    )
+
+
+def _replicas_view(book: ReplicaBook | None) -> ReplicasView | None:
+    if book is None:
+        return None
+    return ReplicasView(
+        count=book.count, present=len(book.members), lost=book.lost, returned=book.returned
     )
 
 

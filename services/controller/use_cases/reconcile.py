@@ -251,7 +251,7 @@ class Reconciler:
         """The job after it was asked to leave a node that is to be empty."""
         attempt = job.attempt
         for node_id in () if attempt is None else attempt.live_nodes:
-            drain = known[node_id].drain if node_id in known else None
+            drain = known[node_id].emptying if node_id in known else None
             if drain is not None and job.can_migrate:
                 words = f"{node_id} is being drained: a checkpoint first, then it moves"
                 move = MoveAsked("node_drained", node_id, words, drain.grace_s)

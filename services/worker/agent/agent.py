@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import secrets
+from dataclasses import dataclass
 from typing import Final
 
 import structlog
@@ -10,6 +11,7 @@ from redis.asyncio import Redis
 
 from services.contract.messages.facts import Inventory
 from services.contract.messages.warm_channel import NODE_MARK
+from services.worker.agent.departure import Commits, empty_node
 from services.worker.agent.gangs.leftovers import Leftover, find_leftovers, forget_leftovers
 from services.worker.agent.host.devices import take_inventory
 from services.worker.agent.host.folders import NodeFolder
@@ -28,11 +30,11 @@ from services.worker.agent.ranks.warm_keeper import WarmKeeper
 from services.worker.agent.session import LeaseTakenError, Life, Session
 from services.worker.agent.settings import AgentSettings, rank_environment, sentinel_environment
 from services.worker.agent.storage.exporter import Exporter
-from services.worker.agent.storage.identity import storage_identity
 from services.worker.agent.storage.job_storage import Storage
 from services.worker.agent.storage.journal import Journal
 from services.worker.agent.storage.records import RecordKeeper
 from services.worker.agent.storage.rounds import Holdings, StorageRounds
+from services.worker.agent.storage.shared_files import SharedFiles, shared_files
 from services.worker.agent.streams.inbox import Inbox
 from services.worker.agent.streams.outbox import Outbox
 from services.worker.agent.streams.redis_clients import REDIS_AWAY, waiting_client, writing_client
@@ -60,8 +62,10 @@ async def run_agent(settings: AgentSettings, stop: asyncio.Event) -> None:
             settings.home.chmod(_ENTERED_BY_OTHERS)
         leftovers = await asyncio.to_thread(find_leftovers, folder, settings.node_id)
         await asyncio.to_thread(forget_drafts, folder.code)
-        storage_id = await asyncio.to_thread(storage_identity, settings.checkpoint_root)
-        inventory = await asyncio.to_thread(take_inventory, settings.cpu_slots, storage_id)
+        files = shared_files(
+            settings.checkpoint_root, settings.checkpoint_folder, settings.most_copies_bytes
+        )
+        inventory = await asyncio.to_thread(_look_over, settings.cpu_slots, files)
         network = await _network(settings, stop)
         if network is None:
             return
@@ -69,7 +73,8 @@ async def run_agent(settings: AgentSettings, stop: asyncio.Event) -> None:
             writing_client(settings.redis_address) as writing,
             waiting_client(settings.redis_address) as waiting,
         ):
-            agent = Agent(settings, folder, inventory, network, writing, waiting)
+            redis = Connections(writing, waiting)
+            agent = Agent(settings, files, folder, inventory, network, redis)
             try:
                 await agent.serve(leftovers, stop)
             except* LeaseTakenError as taken:
@@ -78,6 +83,19 @@ async def run_agent(settings: AgentSettings, stop: asyncio.Event) -> None:
                 # The sentinel did it already, unless somebody killed the sentinel.
                 await asyncio.to_thread(sweep, folder.mark)
                 folder.remove_board_root()
+
+
+def _look_over(cpu_slots: int, files: SharedFiles) -> Inventory:
+    files.forget_copies()
+    return take_inventory(cpu_slots, files.identity(), files.fault())
+
+
+@dataclass(frozen=True)
+class Connections:
+    """To Redis: one that commands do not block, one that waits for commands."""
+
+    writing: Redis
+    waiting: Redis
 
 
 async def _network(settings: AgentSettings, stop: asyncio.Event) -> Network | None:
@@ -110,13 +128,15 @@ class Agent:
     def __init__(
         self,
         settings: AgentSettings,
+        files: SharedFiles,
         folder: NodeFolder,
         inventory: Inventory,
         network: Network,
-        writing: Redis,
-        waiting: Redis,
+        redis: Connections,
     ) -> None:
+        writing, waiting = redis.writing, redis.waiting
         node_id = settings.node_id
+        self._grace_s = settings.stop_grace_s
         self._incarnation = secrets.token_hex(8)
         # Of this life alone: a sentinel that is slow must not end what the next agent starts.
         mark = f"{folder.mark}/{self._incarnation}"
@@ -131,18 +151,19 @@ class Agent:
             settings.rank_user,
         )
         self._warm = WarmKeeper(imported, mark, folder)
-        storage = Storage(settings.checkpoint_root, node_id, settings.ranks_are)
+        storage = Storage(files, node_id, settings.ranks_are)
         runner = ProgramRunner(imported, folder.path)
-        codes = CodeCache(writing, folder.code, settings.checkpoint_root, settings.ranks_are)
-        self._journal = Journal(settings.checkpoint_root, f"{node_id}.{self._incarnation}")
+        codes = CodeCache(writing, folder.code, files, settings.ranks_are)
+        self._journal = Journal(files, f"{node_id}.{self._incarnation}")
         node_commands = NodeCommands(
             node_id,
             storage,
-            Exporter(settings.checkpoint_root, node_id, sentinel_environment() | {NODE_MARK: mark}),
+            Exporter(storage, node_id, sentinel_environment() | {NODE_MARK: mark}),
             Prober(node_id, settings.admission, runner, codes),
             SelfTest(folder, node_id, self._incarnation, inventory, runner, self._warm.settled),
-            RecordKeeper(writing, node_id, settings.checkpoint_root, self._journal),
+            RecordKeeper(writing, node_id, files, self._journal),
         )
+        self._commits = Commits(self._outbox.tell)
         self._supervisor = Supervisor(
             node_id,
             folder,
@@ -151,12 +172,12 @@ class Agent:
             Launcher(
                 node_id,
                 network,
-                settings.checkpoint_root,
+                files.root,
                 self._warm,
                 settings.admission,
                 codes,
             ),
-            self._outbox.tell,
+            self._commits.tell,
         )
         self._session = Session(
             writing,
@@ -203,6 +224,7 @@ class Agent:
                 ]
                 reading = group.create_task(self._inbox.run())
                 await stopping
+                await empty_node(self._session, self._supervisor, self._commits, self._grace_s)
                 reading.cancel()
                 await self._wind_down()
             joining.cancel()

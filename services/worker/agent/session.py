@@ -11,7 +11,7 @@ from pydantic import ValidationError
 from redis.asyncio import Redis
 from redis.exceptions import NoPermissionError
 
-from services.contract.messages.facts import Fact, Inventory, NodeJoined, NodeLeft
+from services.contract.messages.facts import Fact, Inventory, NodeJoined, NodeLeaving, NodeLeft
 from services.contract.messages.telemetry import StepRecord
 from services.contract.redis import redis_keys
 from services.contract.redis.redis_address import with_advice
@@ -172,6 +172,12 @@ class Session:
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(_IDLE_BEAT_S if self._supervisor.is_idle else BEAT_S):
                     await urgent.wait()
+
+    def set_out(self, grace_s: float) -> None:
+        """Tell that this agent is to go, and has so many seconds for its gangs to move elsewhere."""
+        self._tell(
+            NodeLeaving(node_id=self._node_id, incarnation=self._incarnation, grace_s=grace_s)
+        )
 
     def leave(self) -> None:
         """Tell that this agent goes of its own will, its ranks gone."""

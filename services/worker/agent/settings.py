@@ -6,12 +6,20 @@ import socket
 from pathlib import Path
 from typing import Annotated, Final, Self
 
-from pydantic import Field, SecretStr, ValidationInfo, field_validator, model_validator
+from pydantic import (
+    BeforeValidator,
+    Field,
+    SecretStr,
+    ValidationInfo,
+    field_validator,
+    model_validator,
+)
 from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict
 
 from services.contract.jobs.entry_points import entry_points
 from services.contract.messages.warm_channel import NODE_MARK
 from services.contract.redis.redis_address import redis_address
+from services.contract.storage.storage_address import BucketAddress, storage_address
 from services.contract.system.rank_user import RankUser
 from services.contract.system.secret_files import with_secret_files
 from services.contract.words.ids import NodeId
@@ -72,9 +80,14 @@ class AgentSettings(BaseSettings):
         default=Path(".meshloom"),
         description="Folder of the node's files: logs of ranks, records of attempts.",
     )
-    checkpoint_root: Path = Field(
+    checkpoint_root: Annotated[Path | BucketAddress, BeforeValidator(storage_address)] = Field(
         default=Path(),
-        description="Folder of all jobs' checkpoints, which all nodes share; unset: `checkpoints` in the home folder.",
+        description="Folder of all jobs' checkpoints, which all nodes share, or `s3://BUCKET/PREFIX` ([operations](operations.md#checkpoints-in-a-bucket)); unset: `checkpoints` in the home folder.",
+    )
+    checkpoint_copies_gib: float = Field(
+        default=64.0,
+        ge=0,
+        description="GiB that copies of shards may take on this node where checkpoints lie in a bucket, beside those that ranks write or load.",
     )
     cpu_slots: int = Field(
         default_factory=lambda: max(2, os.cpu_count() or 1),
@@ -122,6 +135,12 @@ class AgentSettings(BaseSettings):
         le=3600,
         description="Seconds for which the process that has imported torch waits for the next agent after a crash.",
     )
+    stop_grace_s: float = Field(
+        default=0.0,
+        ge=0,
+        le=86_400,
+        description="Seconds in which gangs write a checkpoint and move elsewhere when the agent is told to end (SIGTERM); 0: they are killed at once.",
+    )
     trainer: str = Field(
         default="services.worker.rank.loop.trainer:train",
         description="The function that each rank runs, as module:callable.",
@@ -139,7 +158,11 @@ class AgentSettings(BaseSettings):
 
     @field_validator("checkpoint_root")
     @classmethod
-    def _below_home_by_default(cls, value: Path, info: ValidationInfo) -> Path:
+    def _below_home_by_default(
+        cls, value: Path | BucketAddress, info: ValidationInfo
+    ) -> Path | BucketAddress:
+        if isinstance(value, BucketAddress):
+            return value
         if value == Path():
             return Path(info.data.get("home", Path())) / "checkpoints"
         return value.expanduser().absolute()
@@ -155,6 +178,18 @@ class AgentSettings(BaseSettings):
                     "root, or leave MESHLOOM_RANK_USER out"
                 )
         return value
+
+    @property
+    def checkpoint_folder(self) -> Path:
+        """Where this node has checkpoints as files: those of all nodes, or its copies of what a bucket has."""
+        if isinstance(self.checkpoint_root, BucketAddress):
+            return self.home / "copies" / self.node_id
+        return self.checkpoint_root
+
+    @property
+    def most_copies_bytes(self) -> int:
+        """Of copies of shards that a bucket has."""
+        return int(self.checkpoint_copies_gib * (1 << 30))
 
     @property
     def ranks_are(self) -> RankUser | None:

@@ -21,6 +21,8 @@ from services.contract.messages.commands import (
     RecordTrace,
     RemoveTraces,
     RetireCheckpoint,
+    ReturnReplica,
+    SetReplicas,
     StopGang,
     TakeCheckpoint,
     VerifyCheckpoint,
@@ -43,6 +45,7 @@ from services.worker.agent.gangs.events import (
     Condemned,
     DiagnosisAsked,
     Event,
+    ReplicasSet,
     StopAsked,
     TraceAsked,
 )
@@ -112,6 +115,10 @@ class Supervisor:
                     await self._launch(command)
                 case StopGang():
                     self._happen(command, StopAsked(command))
+                case SetReplicas():
+                    self._happen(command, ReplicasSet(command.replicas))
+                case ReturnReplica():
+                    await self._return(command)
                 case TakeCheckpoint():
                     self._happen(command, CheckpointAsked())
                 case DiagnoseGang():
@@ -264,7 +271,7 @@ class Supervisor:
             return
         if command.store is None:  # its ranks begin the attempt: one node is enough
             self._begin(self._put_together(*key))
-        gang = GangRuntime(crew, self._node_id, folder, self._tell)
+        gang = GangRuntime(crew, self._node_id, folder, self._storage.files, self._tell)
         self._gangs[key] = gang
         self._empty.clear()
         self._stirred.set()
@@ -284,6 +291,22 @@ class Supervisor:
             if pid in self._early:
                 self._reaped(self._early.pop(pid))
 
+    async def _return(self, command: ReturnReplica) -> None:
+        gang = self._gangs.get((command.job_id, command.fence))
+        seats = {} if gang is None else gang.seats_to_return(command.replica, command.life)
+        if gang is None or not seats:
+            return
+        folder = self._folder.attempt(command.job_id, command.fence)
+        try:
+            crew = await self._launcher.launch_again(seats, folder)
+        except (LaunchError, OSError) as error:
+            gang.not_returned(command.replica, command.life, str(error))
+            return
+        gang.returned(command.replica, command.life, crew)
+        for pid in crew.pids.values():
+            if pid in self._early:
+                self._reaped(self._early.pop(pid))
+
     @contextlib.contextmanager
     def _making_room(self, key: GangKey) -> Iterator[None]:
         """Within, ranks start: what would disturb them ends, and does not begin."""
@@ -298,7 +321,9 @@ class Supervisor:
         return bool(self._gangs or self._coming)
 
     def _happen(
-        self, command: StopGang | TakeCheckpoint | DiagnoseGang | RecordTrace, event: Event
+        self,
+        command: StopGang | SetReplicas | TakeCheckpoint | DiagnoseGang | RecordTrace,
+        event: Event,
     ) -> None:
         key = (command.job_id, command.fence)
         gang = self._gangs.get(key)
@@ -321,6 +346,7 @@ class Supervisor:
 
     def _refuse(self, key: GangKey, reason: str, condition: str | None = None) -> LaunchRefused:
         job_id, fence = key
+        self._storage.files.release(job_id)
         refusal = LaunchRefused(
             job_id=job_id,
             fence=fence,
@@ -351,6 +377,7 @@ class Supervisor:
 
     def _conclude(self, key: GangKey, gang: GangRuntime) -> None:
         end = gang.end()
+        self._storage.files.release(key[0])
         try:
             gang.conclude(end)
         except OSError as error:  # the controller must learn of it whatever the disk says

@@ -18,6 +18,7 @@ from services.worker.rank.models.decoder import Decoder
 
 _FOREVER_S = 1 << 30
 _LONGER_THAN_A_HANG_S = 9.0
+_LOOKS_EVERY_S = 0.05
 _ROOM_BYTES = 64 << 20
 
 
@@ -27,7 +28,8 @@ class FaultyDecoder(Decoder):
     Args:
         orders: The folder of the orders.
         pace_s: A rest before each pass, for a job that takes its time and no processor; a file
-            ``pace`` in the folder of the orders, with a number in it, comes before it.
+            ``pace`` in the folder of the orders, with a number in it, comes before it. A file ``hold``
+            there lets only so many passes of an attempt begin, as long as it is there.
         sizes: Of the decoder.
     """
 
@@ -35,6 +37,7 @@ class FaultyDecoder(Decoder):
         super().__init__(**sizes)
         self._orders = Path(orders)
         self._pace_s = pace_s
+        self._passes = 0
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
         order = self._orders / f"rank-{torch.distributed.get_rank()}"
@@ -42,8 +45,16 @@ class FaultyDecoder(Decoder):
             word = order.read_text()
             order.unlink()
             FAULTS[word]()
+        self._passes += 1
+        while self._is_held():
+            threading.Event().wait(_LOOKS_EVERY_S)
         threading.Event().wait(self._rest_s())
         return super().forward(tokens)
+
+    def _is_held(self) -> bool:
+        with contextlib.suppress(FileNotFoundError):
+            return self._passes > int((self._orders / "hold").read_text())
+        return False
 
     def _rest_s(self) -> float:
         with contextlib.suppress(FileNotFoundError):

@@ -28,8 +28,11 @@ def open_pools(path: Path, variables: Mapping[str, str]) -> Sequence[RunnablePoo
         PoolsFileError: It cannot be used.
     """
     file = read_pools_file(path)
-    pools = [_open(config, file.owner, variables) for config in file.pools]
-    return [RunnablePool(pool, agents_of(file.agent, pool.limits, variables)) for pool in pools]
+    opened = [(_open(config, file.owner, variables), config.grace_s) for config in file.pools]
+    return [
+        RunnablePool(pool, agents_of(file.agent, pool.limits, grace_s, variables))
+        for pool, grace_s in opened
+    ]
 
 
 def _open(config: AnyPoolConfig, owner: str, variables: Mapping[str, str]) -> NodePool:

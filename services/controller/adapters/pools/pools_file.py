@@ -20,6 +20,10 @@ from services.controller.ports.pools import AgentProcess
 _OPTION: Final = re.compile(r"--[a-z][a-z-]*(=.*)?|-[A-Za-z].*", re.DOTALL)
 
 
+_WIND_DOWN_S: Final = 10.0
+"""Of their grace, what agents keep for themselves: to kill ranks that did not move, and to say farewell."""
+
+
 class PoolsFileError(ValueError):
     """The file cannot be used; the text says where and why."""
 
@@ -298,27 +302,29 @@ def limits_of(config: PoolConfig, kind: PoolKind) -> PoolLimits:
 
 
 def agents_of(
-    config: AgentConfig, limits: PoolLimits, variables: Mapping[str, str]
+    config: AgentConfig, limits: PoolLimits, grace_s: float, variables: Mapping[str, str]
 ) -> Mapping[NodeId, AgentProcess]:
     """How the agents of a pool's nodes are started, by node.
 
     Args:
         config: As the file says it.
         limits: Of the pool.
+        grace_s: Seconds from the moment at which agents are told to end until they are killed.
         variables: Of the controller's environment.
 
     Raises:
         PoolsFileError: A value names a variable that is not set.
     """
-    return {node_id: _agent(config, node_id, limits, variables) for node_id in limits.node_ids}
+    common = {"MESHLOOM_STOP_GRACE_S": f"{max(grace_s - _WIND_DOWN_S, 0):g}"}
+    if limits.cpu_slots:
+        common["MESHLOOM_CPU_SLOTS"] = str(limits.cpu_slots)
+    return {node_id: _agent(config, node_id, common, variables) for node_id in limits.node_ids}
 
 
 def _agent(
-    config: AgentConfig, node_id: NodeId, limits: PoolLimits, variables: Mapping[str, str]
+    config: AgentConfig, node_id: NodeId, common: Mapping[str, str], variables: Mapping[str, str]
 ) -> AgentProcess:
-    environment = {"MESHLOOM_NODE_ID": node_id}
-    if limits.cpu_slots:
-        environment["MESHLOOM_CPU_SLOTS"] = str(limits.cpu_slots)
+    environment = {"MESHLOOM_NODE_ID": node_id, **common}
     for name, value in config.environment.items():
         try:
             environment[name] = Template(value).substitute(variables, node_id=node_id)

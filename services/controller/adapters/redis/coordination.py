@@ -10,6 +10,8 @@ from services.contract.redis import redis_keys as keys
 from services.controller.adapters.redis.connection import RedisClients, answering
 
 _CONFIRMED_WITHIN_S: Final = 5.0
+# Any agent may call: without a bound, one that calls faster than calls are taken would keep its controller from looking.
+_CALLS_IN_A_ROW: Final = 1_000
 
 _TAKE_LEAD: Final = """
 -- KEYS: leader, epoch; ARGV: holder, lease in ms
@@ -87,7 +89,9 @@ class RedisWaker:
         """See ``Waker.wait``. Calls that came in a row count as one."""
         with answering():
             message = await self._subscription.get_message(timeout=timeout_s)
-            while message is not None:
+            for _ in range(_CALLS_IN_A_ROW):
+                if message is None:
+                    return
                 message = await self._subscription.get_message(timeout=0.0)
 
 

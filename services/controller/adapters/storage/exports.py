@@ -1,21 +1,28 @@
-"""Exports in a folder that the controller may read: the storage root of the nodes, or a mount of it."""
+"""Exports in a storage that the controller may read: the folder of the nodes, a mount of it, or their bucket."""
 
 import asyncio
+import contextlib
 import os
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
+import structlog
 from pydantic import ValidationError
 
 from services.contract.storage.exports import EXPORT_MANIFEST, ExportManifest
+from services.contract.storage.storage_address import BucketAddress
 from services.contract.system.durable import open_plain
 from services.controller.domain.errors import StateConflictError
+
+if TYPE_CHECKING:
+    from services.contract.storage.bucket import Bucket
 
 # A slow client reads each within the time in which an answer must be read.
 _PART_BYTES: Final = 1 << 18
 _LONGEST_MANIFEST: Final = 16 << 20
 _AGAIN: Final = "export the checkpoint again"
+_log = structlog.get_logger()
 
 
 class FolderExports:
@@ -44,28 +51,97 @@ class FolderExports:
         if self._root is None:
             raise StateConflictError(
                 "this controller cannot read the storage: set MESHLOOM_CHECKPOINT_ROOT of the "
-                "controller to the folder of checkpoints that the nodes share"
+                "controller to the folder of checkpoints that the nodes share, or to their bucket"
             )
         return self._root / job_id / "exports" / checkpoint_id
 
 
-def _open(path: Path) -> int:
+class BucketExports:
+    """The port ``ExportStore`` in a bucket.
+
+    Args:
+        bucket: With the exports; this controller may read it.
+    """
+
+    def __init__(self, bucket: "Bucket") -> None:
+        self._bucket = bucket
+
+    async def manifest(self, job_id: str, checkpoint_id: str) -> ExportManifest:
+        """See ``ExportStore.manifest``."""
+        name = _object(job_id, checkpoint_id, EXPORT_MANIFEST)
+        with _refusals(EXPORT_MANIFEST):
+            text, _ = await asyncio.to_thread(self._bucket.read, name)
+        return _parsed(text, EXPORT_MANIFEST)
+
+    async def content(
+        self, job_id: str, checkpoint_id: str, name: str, start: int, end: int
+    ) -> AsyncIterator[bytes]:
+        """See ``ExportStore.content``."""
+        if start >= end:
+            return _from_bucket(iter(()))
+        whole = _object(job_id, checkpoint_id, name)
+        with _refusals(name):
+            parts = await asyncio.to_thread(self._bucket.parts, whole, start, end)
+        return _from_bucket(parts)
+
+
+def export_store(address: Path | BucketAddress | None) -> FolderExports | BucketExports:
+    """The exports at ``address``.
+
+    Raises:
+        ImportError: It is a bucket, and boto3 is not installed.
+    """
+    if not isinstance(address, BucketAddress):
+        return FolderExports(address)
+    # Only here, for a controller without a bucket need not have boto3.
+    from services.contract.storage.bucket import Bucket  # noqa: PLC0415
+
+    return BucketExports(Bucket(address))
+
+
+def _object(job_id: str, checkpoint_id: str, name: str) -> str:
+    return f"{job_id}/exports/{checkpoint_id}/{name}"
+
+
+async def _from_bucket(parts: Iterator[bytes]) -> AsyncIterator[bytes]:
+    while True:
+        try:
+            part = await asyncio.to_thread(next, parts, b"")
+        except OSError as error:
+            # Cut short: the client sees that bytes are missing, and asks for the rest.
+            _log.warning("download_cut_short", why=str(error))
+            return
+        if not part:
+            return
+        yield part
+
+
+@contextlib.contextmanager
+def _refusals(name: str) -> Iterator[None]:
     try:
-        return open_plain(path)
+        yield
     except OSError as error:
         raise StateConflictError(
-            f"the controller cannot read {path.name} of this export "
-            f"({error.strerror or error}); {_AGAIN}"
+            f"the controller cannot read {name} of this export ({error.strerror or error}); {_AGAIN}"
         ) from error
+
+
+def _open(path: Path) -> int:
+    with _refusals(path.name):
+        return open_plain(path)
 
 
 def _read_manifest(path: Path) -> ExportManifest:
     with os.fdopen(_open(path), "rb") as file:
         text = file.read(_LONGEST_MANIFEST)
+    return _parsed(text, path.name)
+
+
+def _parsed(text: bytes, name: str) -> ExportManifest:
     try:
         return ExportManifest.model_validate_json(text)
     except ValidationError as error:
-        raise StateConflictError(f"{path.name} of this export is damaged; {_AGAIN}") from error
+        raise StateConflictError(f"{name} of this export is damaged; {_AGAIN}") from error
 
 
 async def _parts(descriptor: int, start: int, end: int) -> AsyncIterator[bytes]:

@@ -18,7 +18,7 @@ from services.contract.messages.facts import (
     LaunchRefused,
 )
 from services.contract.words.states import CheckpointState, JobState
-from services.controller.domain.decisions import diagnose
+from services.controller.domain.decisions import diagnose, replicas
 from services.controller.domain.decisions.attempt_end import settle
 from services.controller.domain.job import checkpoint as checkpoints
 from services.controller.domain.job.attempt import ATTEMPTS_KEPT, Attempt, NodeExit, NodeFindings
@@ -59,6 +59,7 @@ def on_placed(event: GangPlaced, draft: Draft) -> None:
         resumed_step=source.step,
         started_ms=draft.now_ms,
         last_step=source.step,
+        replicas=replicas.book_of(job, event.plan),
     )
     if job.attempts and job.attempts[-1].world_size != attempt.world_size:
         _note_resize(draft, job.attempts[-1], attempt.world_size)
@@ -163,7 +164,16 @@ def on_ended(fact: GangEnded, draft: Draft) -> None:
     if attempt is None or fact.node_id not in attempt.live_nodes:
         return
     answered(draft)
-    exits = tuple(NodeExit(node_id=fact.node_id, exit=gone) for gone in fact.exits)
+    replicas.leave_behind(draft, fact.exits)
+    attempt = draft.job.attempts[-1]
+    book = attempt.replicas
+    counting = [gone for gone in fact.exits if book is None or book.has(gone.rank)]
+    ended_well = all(gone.finished or gone.drained for gone in counting)
+    if not ended_well and replicas.survives(draft, fact.node_id):
+        replicas.lose_node(draft, fact.node_id, f"the ranks on {fact.node_id} ended")
+        draft.change_attempt(ended_nodes=(*attempt.ended_nodes, fact.node_id))
+        return
+    exits = tuple(NodeExit(node_id=fact.node_id, exit=gone) for gone in counting)
     hang = () if fact.hang is None else (NodeFindings(node_id=fact.node_id, findings=fact.hang),)
     draft.change_attempt(
         ended_nodes=(*attempt.ended_nodes, fact.node_id),
@@ -172,7 +182,9 @@ def on_ended(fact: GangEnded, draft: Draft) -> None:
         hang=attempt.hang + hang,
         oom_kills=attempt.oom_kills + fact.oom_kills,
     )
-    if not all(gone.finished or gone.drained for gone in fact.exits):
+    if ended_well:
+        _kill(draft, replicas.idle_nodes(draft))
+    else:
         if fact.first_exit_s is not None and attempt.failed_ms is None:
             draft.change_attempt(failed_ms=draft.now_ms - int(fact.first_exit_s * 1000))
         _kill_rest(draft, look=fact.hang is not None)
@@ -202,6 +214,15 @@ def on_node_lost(event: NodeLost, draft: Draft) -> None:
         return
     is_waited_for = attempt.is_over and event.node_id == draft.job.head_node
     if event.node_id not in attempt.live_nodes and not is_waited_for:
+        return
+    if not is_waited_for and replicas.survives(draft, event.node_id):
+        # Should it only have been cut off, this is the first it hears.
+        _kill(draft, (event.node_id,))
+        replicas.lose_node(draft, event.node_id, event.reason)
+        draft.change_attempt(
+            lost_nodes=(*attempt.lost_nodes, event.node_id),
+            last_step=max(attempt.last_step, event.last_step),
+        )
         return
     # Sent to the lost node too: should it only have been cut off, this is the first it hears.
     _kill(draft, attempt.live_nodes)

@@ -235,7 +235,7 @@ def _open(draft: Draft, checkpoint_id: str) -> Checkpoint | None:
         return None
     known = job.checkpoints.get(checkpoint_id)
     if known is None and not attempt.is_over:
-        known = checkpoints.begin(checkpoint_id, job.id, attempt.world_size, draft.now_ms)
+        known = checkpoints.begin(checkpoint_id, job.id, attempt.writers, draft.now_ms)
         _put(draft, known)
         _give_up_oldest(draft)
         draft.note(

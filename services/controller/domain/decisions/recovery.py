@@ -8,7 +8,7 @@ from services.contract.words.ids import job_of_checkpoint
 from services.contract.words.states import ExitReason, JobState
 from services.controller.domain.decisions.checkpoint_facts import on_damaged
 from services.controller.domain.job import checkpoint as checkpoints
-from services.controller.domain.job.attempt import Attempt
+from services.controller.domain.job.attempt import Attempt, ReplicaBook
 from services.controller.domain.job.checkpoint import LINKED_STATES
 from services.controller.domain.job.effects import Decision, Draft, Note
 from services.controller.domain.job.events import FoundInStorage
@@ -125,6 +125,7 @@ def _adopt(fact: JobFound, incarnations: dict[str, str], draft: Draft) -> None:
         first_step=resumed_step + 1 if stepped else None,
         first_step_ms=draft.now_ms if stepped else None,
         last_step=max(fact.last_step, resumed_step),
+        replicas=_forgotten_replicas(card),
     )
     draft.change(
         attempts=(attempt,), plan=card.plan, started_ms=draft.now_ms, run_fence=fact.fence - 1
@@ -133,6 +134,13 @@ def _adopt(fact: JobFound, incarnations: dict[str, str], draft: Draft) -> None:
         JobState.RUNNING,
         f"{FOUND_AGAIN}: attempt {fact.fence} trains on after step {attempt.last_step}",
     )
+
+
+def _forgotten_replicas(card: JobCard) -> ReplicaBook | None:
+    """Which of them take part is not known any more: the next loss ends the attempt."""
+    if not card.spec.continues_without_replicas:
+        return None
+    return ReplicaBook(count=card.plan.sharding.mesh.dp_replicate, size=card.plan.replica_size)
 
 
 def _in_line(job: Job, card: JobCard) -> Job:

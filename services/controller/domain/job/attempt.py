@@ -61,6 +61,31 @@ class NodeExit(Record):
     exit: RankExit
 
 
+class ReplicaBook(Record):
+    """The replicas of an attempt that continues without lost ones.
+
+    ``count`` of ``size`` ranks each. ``members`` take part, by the set with number ``epoch``; before all
+    had begun it is 0. ``lives``: how often each was launched; ``stores``: where the first rank of those listens that
+    have built their models. ``losses``: which was lost when, the newest ones; ``lost`` and ``returned``
+    count all. ``given_up``: why the attempt ends all the same.
+    """
+
+    count: int
+    size: int
+    epoch: int = 0
+    members: tuple[int, ...] = ()
+    lives: dict[int, int] = Field(default_factory=dict)
+    stores: dict[int, Address] = Field(default_factory=dict)
+    losses: tuple[tuple[int, int], ...] = ()
+    lost: int = 0
+    returned: int = 0
+    given_up: str | None = None
+
+    def has(self, rank: int) -> bool:
+        """Whether what becomes of a rank is what becomes of the attempt."""
+        return not self.epoch or rank // self.size in self.members
+
+
 class Attempt(Record):
     """A try. Times in milliseconds of Redis's clock.
 
@@ -110,6 +135,7 @@ class Attempt(Record):
     failure: Failure | None = None
     lost_steps: int | None = None
     notices: tuple[str, ...] = ()
+    replicas: ReplicaBook | None = None
 
     @property
     def live_nodes(self) -> tuple[NodeId, ...]:
@@ -130,6 +156,7 @@ class Attempt(Record):
         return (
             self.lost is not None
             or self.refusal is not None
+            or (self.replicas is not None and self.replicas.given_up is not None)
             or any(not (entry.exit.finished or entry.exit.drained) for entry in self.exits)
         )
 
@@ -149,10 +176,22 @@ class Attempt(Record):
         is_source = not self.is_over and self.resumed_from == checkpoint_id
         return is_source and self.first_step is None
 
+    @property
+    def ranks_that_count(self) -> int:
+        """How many ranks have to end well: all, but for those of replicas that were lost."""
+        book = self.replicas
+        has_lost = book is not None and book.epoch > 0
+        return len(book.members) * book.size if book is not None and has_lost else self.world_size
+
+    @property
+    def writers(self) -> int:
+        """How many ranks write a checkpoint: all, or those of one replica."""
+        return self.world_size if self.replicas is None else self.replicas.size
+
     def has_trained(self, steps: int) -> bool:
         """Whether all ranks finished all ``steps`` of the job."""
         exits = [entry.exit for entry in self.exits]
-        if len(exits) < self.world_size or not all(e.finished for e in exits):
+        if len(exits) < self.ranks_that_count or not all(e.finished for e in exits):
             return False
         return self.last_step >= steps or not any(e.drained for e in exits)
 
@@ -164,4 +203,5 @@ class Attempt(Record):
     def has_drained(self) -> bool:
         """Whether all ranks stopped as they were asked."""
         exits = [entry.exit for entry in self.exits]
-        return len(exits) == self.world_size and all(e.finished or e.drained for e in exits)
+        is_all = len(exits) == self.ranks_that_count
+        return is_all and all(e.finished or e.drained for e in exits)

@@ -30,6 +30,8 @@ from services.contract.messages.facts import (
     JobFound,
     JobPurged,
     LaunchRefused,
+    ReplicaLost,
+    ReplicaReady,
     TraceFailed,
     TraceOrdered,
     TraceRecorded,
@@ -290,6 +292,8 @@ GangFact = (
     | JobPurged
     | Evaluated
     | GangDiagnosed
+    | ReplicaReady
+    | ReplicaLost
     | GangEnded
 )
 JobEvent = (

@@ -6,7 +6,7 @@ from typing import Final
 from pydantic import Field
 
 from fsdp_core.plan.model import NodeFacts
-from services.contract.messages.facts import Inventory, NodeJoined, NodeLeft
+from services.contract.messages.facts import Inventory, NodeJoined, NodeLeaving, NodeLeft
 from services.contract.messages.probing import DeviceType, NodeMeasured
 from services.contract.redis.redis_keys import NODE_LEASE_MS
 from services.contract.words.ids import NodeId
@@ -18,7 +18,7 @@ _BREAK_MS: Final = 5_000
 
 
 class Drain(Record):
-    """An operator's request that a node be empty: running gangs get ``grace_s`` to checkpoint."""
+    """A request that a node be empty: running gangs get ``grace_s`` to checkpoint."""
 
     grace_s: float = 60.0
     asked_ms: int
@@ -38,6 +38,7 @@ class Node(Record):
     ``joins`` is the number of its incarnation's newest join. ``lost_ms``: since when it is LOST. ``left``: its agent said farewell. Its lease lives on until its ranks are gone, but only
     another join makes it a node again. ``drain`` is kept beside this record, by people's hands
     alone: whatever the node or the controller does, it stands until somebody takes it back.
+    ``leaving``: the same, asked for by this life of its agent, which is to end.
     ``measured``, by type of device, is kept beside it too: machines outlive their agents.
     """
 
@@ -50,14 +51,20 @@ class Node(Record):
     joins: int = 0
     left: bool = False
     lost_ms: int | None = None
+    leaving: Drain | None = None
     drain: Drain | None = Field(default=None, exclude=True)
     measured: dict[DeviceType, Measurement] = Field(default_factory=dict, exclude=True)
 
     @property
     def shown_state(self) -> NodeState:
         """Its state as people see it."""
-        is_draining = self.state == NodeState.READY and self.drain is not None
+        is_draining = self.state == NodeState.READY and self.emptying is not None
         return NodeState.DRAINING if is_draining else self.state
+
+    @property
+    def emptying(self) -> Drain | None:
+        """Why it takes no gangs and those that run there are to move; None: it takes some."""
+        return self.drain or self.leaving
 
 
 @dataclass(frozen=True)
@@ -103,6 +110,7 @@ def join(known: Node | None, fact: NodeJoined, fact_id: str) -> Node:
         joined_ms=_time(fact_id) if known is None or is_new_life else known.joined_ms,
         fact_id=fact_id,
         joins=fact.number,
+        leaving=None if known is None or is_new_life else known.leaving,
         drain=None if known is None else known.drain,
         measured={} if known is None else known.measured,
     )
@@ -113,6 +121,14 @@ def is_new_word(known: Node | None, fact: NodeJoined, fact_id: str) -> bool:
     if known is None or known.incarnation != fact.incarnation:
         return False
     return fact.number > known.joins and _is_newer(fact_id, known.fact_id)
+
+
+def set_out(known: Node, fact: NodeLeaving, fact_id: str) -> Node:
+    """The node after its agent was told to stop; of an earlier life, or repeated, it is void."""
+    if known.incarnation != fact.incarnation or not _is_newer(fact_id, known.fact_id):
+        return known
+    leaving = Drain(grace_s=fact.grace_s, asked_ms=_time(fact_id))
+    return known.model_copy(update={"leaving": leaving, "fact_id": fact_id})
 
 
 def leave(known: Node, fact: NodeLeft, fact_id: str) -> Node:

@@ -57,7 +57,7 @@ class NodeUsage:
         """Whether a gang may be sent there now."""
         is_ready = self.node.state == NodeState.READY and self.has_lease
         is_closed = self.reserved is not None and not self.reserved.is_ready
-        return is_ready and self.node.drain is None and not is_closed
+        return is_ready and self.node.emptying is None and not is_closed
 
     @property
     def pool(self) -> str:

@@ -342,7 +342,9 @@ def _has_joined(reservation: Reservation, node_id: NodeId, moment: Moment) -> bo
 def _may_serve(reservation: Reservation, moment: Moment) -> bool:
     """Whether its nodes are still to come, or there and nobody's yet."""
     if reservation.state == ReservationState.READY:
-        return not set(reservation.node_ids) & set(moment.busy)
+        known = [moment.nodes[name] for name in reservation.node_ids if name in moment.nodes]
+        is_free = not set(reservation.node_ids) & set(moment.busy)
+        return is_free and all(node.emptying is None for node in known)
     return reservation.state in _COMING
 
 

@@ -1,7 +1,7 @@
 """What an agent decides about one gang on its node: a pure function of state and event.
 
 When any rank fails, by an error that it reports or by its exit, the others are killed: they
-would wait for it in a collective. At once, unless it only echoes the loss of a peer: then the
+would wait for it in a collective (where replicas may be lost, those of its replica: ``replica_loss``). At once, unless it only echoes the loss of a peer: then the
 peer gets a moment to say what happened. A gang that hangs (``hang``) is looked into, and killed
 once what was found is known. Performing the effects is ``runtime``'s; what a rank may say
 is judged in ``rank_reports``, who failed first is worked out in ``exit_order``.
@@ -28,6 +28,7 @@ from services.contract.messages.rank_pipe import (
     RankVote,
     TraceOrder,
 )
+from services.worker.agent.gangs import replica_loss
 from services.worker.agent.gangs.events import (
     CheckpointAsked,
     CheckVote,
@@ -44,12 +45,15 @@ from services.worker.agent.gangs.events import (
     LookInto,
     MessageCame,
     Misbehaved,
+    ReplicaLaunched,
+    ReplicasSet,
     Stepped,
     StopAsked,
     Tell,
     Ticked,
     TraceAsked,
     VoteChecked,
+    VoteWaits,
 )
 from services.worker.agent.gangs.rank_reports import (
     fact_of,
@@ -57,6 +61,7 @@ from services.worker.agent.gangs.rank_reports import (
     not_its_own,
     trace_ordered,
     vote_fact,
+    waits_fact,
 )
 from services.worker.agent.gangs.state import GangState, RankState
 from services.worker.agent.telemetry.hang import (
@@ -77,7 +82,7 @@ Decision = tuple[GangState, tuple[Effect, ...]]
 def decide(state: GangState, event: Event, now: float) -> Decision:
     """The next state and what is to be done. ``now`` is the monotonic clock in seconds."""
     match event:
-        case MessageCame() | Misbehaved() | VoteChecked():
+        case MessageCame() | Misbehaved() | VoteChecked() | VoteWaits():
             decided = _said(state, state.ranks[event.rank], event, now)
         case Exited():
             decided = _exited(state, state.ranks[event.rank], event, now)
@@ -89,6 +94,10 @@ def decide(state: GangState, event: Event, now: float) -> Decision:
             decided = _looked_into(state, findings)
         case Ticked():
             decided = _ticked(state, now)
+        case ReplicasSet():
+            decided = replica_loss.are_set(state, event)
+        case ReplicaLaunched():
+            decided = replica_loss.launched(state, event)
         case _:
             decided = _asked(state, event, now)
     return decided
@@ -106,7 +115,8 @@ def _asked(
             order = RankOrder(checkpoint=True, stop=False)
             # One is enough: the ranks agree on the step. Several would hear it at different steps,
             # and agree on a checkpoint at each.
-            decided = state, (Instruct(_living(state)[:1], order),)
+            asked = replica_loss.taking_part(state) or _living(state)
+            decided = state, (Instruct(asked[:1], order),)
         case TraceAsked(command=command):
             decided = _trace(state, command)
         case Condemned(reason=reason):
@@ -117,10 +127,14 @@ def _asked(
 
 
 def _said(
-    state: GangState, rank: RankState, event: MessageCame | Misbehaved | VoteChecked, now: float
+    state: GangState,
+    rank: RankState,
+    event: MessageCame | Misbehaved | VoteChecked | VoteWaits,
+    now: float,
 ) -> Decision:
-    if isinstance(event, VoteChecked):
-        return state, (Tell(vote_fact(state, event.rank, event.vote, event.fault)),)
+    if isinstance(event, VoteChecked | VoteWaits):
+        told = waits_fact(state, event) if isinstance(event, VoteWaits) else vote_fact(state, event)
+        return state, (Tell(told),)
     if isinstance(event, Misbehaved):
         return _misbehaved(state, rank, event.what, now)
     if rank.misbehaved or _is_said(rank, event.message):
@@ -143,7 +157,10 @@ def _is_said(rank: RankState, message: RankMessage) -> bool:
 def _heard(state: GangState, rank: RankState, message: RankMessage, now: float) -> Decision:
     match message:
         case RankReady():
-            return _ready(_with(state, replace(rank, ready=message)))
+            is_first = rank.ready is None
+            rank = replace(rank, ready=message)
+            state, effects = _ready(_with(state, rank))
+            return state, (*effects, *(replica_loss.ready(state, rank) if is_first else ()))
         case RankMetrics():
             return state, ()  # telemetry takes them: nothing is decided them
         case RankTraced() | RankTraceFailed():
@@ -243,6 +260,8 @@ def _refusal(state: GangState, number: int) -> str | None:
 
 
 def _failed(state: GangState, rank: RankState, now: float) -> Decision:
+    if replica_loss.may_lose(state):
+        return replica_loss.failed(state, rank)
     if rank.echoes:
         wait_until = now + ECHO_WAITS_S
         return replace(state, echo_until=state.echo_until or wait_until), ()
@@ -361,7 +380,7 @@ def _ticked(state: GangState, now: float) -> Decision:
         )
         or (rank.failed is not None and now >= rank.spoke_last_at + FAILED_LEAVES_WITHIN_S)
     )
-    return _kill(state, wedged)
+    return _kill(state, (*wedged, *replica_loss.left_waiting(state)))
 
 
 def _kill_all(state: GangState) -> Decision:

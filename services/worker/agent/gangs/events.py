@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
+from services.contract.messages.base import Address
 from services.contract.messages.commands import RecordTrace, StopGang
 from services.contract.messages.facts import Fact
 from services.contract.messages.findings import Findings
@@ -11,6 +12,7 @@ from services.contract.messages.rank_pipe import (
     RankMessage,
     RankOrder,
     RankVote,
+    ReplicaSet,
 )
 from services.worker.agent.telemetry.hang import (
     Mark,
@@ -43,6 +45,15 @@ class VoteChecked:
     rank: int
     vote: RankVote
     fault: str | None
+
+
+@dataclass(frozen=True)
+class VoteWaits:
+    """``condition`` prevents for now that all nodes see the shard for which a rank voted: it is tried again."""
+
+    rank: int
+    vote: RankVote
+    condition: str
 
 
 @dataclass(frozen=True)
@@ -90,6 +101,23 @@ class Condemned:
 
 
 @dataclass(frozen=True)
+class ReplicasSet:
+    """The controller says which replicas take part."""
+
+    replicas: ReplicaSet
+
+
+@dataclass(frozen=True)
+class ReplicaLaunched:
+    """The ranks of a lost replica were started again: their process ids, and where the first listens."""
+
+    replica: int
+    life: int
+    pids: Mapping[int, int]
+    store: Address
+
+
+@dataclass(frozen=True)
 class DiagnosisAsked:
     """The controller wants to know what the ranks are doing."""
 
@@ -122,12 +150,15 @@ Event = (
     MessageCame
     | Misbehaved
     | VoteChecked
+    | VoteWaits
     | Exited
     | Stepped
     | StopAsked
     | CheckpointAsked
     | TraceAsked
     | Condemned
+    | ReplicasSet
+    | ReplicaLaunched
     | DiagnosisAsked
     | LookedAt
     | LookedInto
@@ -178,6 +209,13 @@ class Kill:
 
 
 @dataclass(frozen=True)
+class TellLost:
+    """Tell that a replica is lost, and how its ranks ended."""
+
+    replica: int
+
+
+@dataclass(frozen=True)
 class LookInto:
     """Collect the stacks of all live ranks; answered by ``LookedInto``. They are left running."""
 
@@ -185,4 +223,4 @@ class LookInto:
     stall: Stall
 
 
-Effect = Tell | CheckVote | Instruct | DropTrace | Kill | LookInto
+Effect = Tell | CheckVote | Instruct | DropTrace | Kill | TellLost | LookInto

@@ -34,6 +34,7 @@ from services.contract.messages.rank_pipe import (
     RankVote,
 )
 from services.contract.words.ids import attempt_of_checkpoint, checkpoint_id
+from services.worker.agent.gangs.events import VoteChecked, VoteWaits
 
 _Told = (
     RankCheckpointBegan
@@ -103,13 +104,21 @@ def not_its_own(attempt: Attempt, rank: int, message: RankMessage) -> str | None
     return None
 
 
-def vote_fact(attempt: Attempt, rank: int, vote: RankVote, fault: str | None) -> Fact:
-    """A vote of ``rank`` whose shard was read; with a ``fault`` its checkpoint is lost."""
-    if fault is None:
+def vote_fact(attempt: Attempt, checked: VoteChecked) -> Fact:
+    """A vote whose shard was read; with a fault its checkpoint is lost."""
+    rank, vote = checked.rank, checked.vote
+    if checked.fault is None:
         return fact_of(attempt, rank, vote)
-    reason = f"shard {vote.shard.name} of rank {rank}: {fault}"
+    reason = f"shard {vote.shard.name} of rank {rank}: {checked.fault}"
     failed = RankCheckpointFailed(checkpoint_id=vote.checkpoint_id, reason=reason)
     return fact_of(attempt, rank, failed)
+
+
+def waits_fact(attempt: Attempt, waiting: VoteWaits) -> Fact:
+    """The shard of a vote cannot be where all nodes see it, for now."""
+    named = {"checkpoint_id": waiting.vote.checkpoint_id, "step": waiting.vote.step}
+    condition = f"{waiting.condition} (seen from {attempt.node_id})"
+    return fact_of(attempt, waiting.rank, RankCheckpointWaits(**named, condition=condition))
 
 
 def fact_of(attempt: Attempt, rank: int, said: _Told) -> Fact:

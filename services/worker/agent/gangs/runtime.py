@@ -2,9 +2,10 @@
 
 import asyncio
 import contextlib
+import dataclasses
 import signal
 import time
-from collections.abc import Callable, Collection, Coroutine, Iterator
+from collections.abc import Callable, Collection, Coroutine, Iterator, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Final
@@ -12,16 +13,24 @@ from typing import Final
 import structlog
 
 from services.contract.jobs.traces import remove_drafts, trace_file
-from services.contract.messages.facts import Fact, GangEnded, RunningGang
+from services.contract.messages.facts import (
+    Fact,
+    GangEnded,
+    RankExit,
+    ReplicaLost,
+    RunningGang,
+)
 from services.contract.messages.findings import Findings
 from services.contract.messages.rank_pipe import (
     RankMessage,
     RankMetrics,
     RankReady,
+    RankSeat,
     RankVote,
 )
 from services.contract.messages.telemetry import RankSample
 from services.contract.system.mask import Mask
+from services.contract.system.pipe_end import PipeEnd
 from services.worker.agent.gangs.decisions import decide
 from services.worker.agent.gangs.events import (
     CheckVote,
@@ -36,10 +45,13 @@ from services.worker.agent.gangs.events import (
     LookInto,
     MessageCame,
     Misbehaved,
+    ReplicaLaunched,
     Stepped,
     Tell,
+    TellLost,
     Ticked,
     VoteChecked,
+    VoteWaits,
 )
 from services.worker.agent.gangs.exit_order import aborted_for_memory, exits, lost_thread
 from services.worker.agent.gangs.state import GangState, RankState
@@ -58,6 +70,7 @@ from services.worker.agent.host.processes import (
 from services.worker.agent.host.stacks import collect
 from services.worker.agent.ranks.launch import Crew
 from services.worker.agent.ranks.rank_link import RankLink
+from services.worker.agent.storage.shared_files import SharedFiles
 from services.worker.agent.telemetry.gang_telemetry import GangTelemetry, Records
 from services.worker.agent.telemetry.hang import Mark
 
@@ -74,6 +87,7 @@ class GangRuntime:
         crew: Its ranks, with what is open of them, owned from now on.
         node_id: This node.
         folder: The attempt's files.
+        files: The storage of checkpoints.
         tell: Takes the facts, in order.
     """
 
@@ -82,6 +96,7 @@ class GangRuntime:
         crew: Crew,
         node_id: str,
         folder: AttemptFolder,
+        files: SharedFiles,
         tell: Callable[[Fact], None],
     ) -> None:
         seat = next(iter(crew.seats.values()))
@@ -102,12 +117,17 @@ class GangRuntime:
             resume_from=seat.resume_from,
             hang_timeout_s=None if asked == "auto" else asked,
             is_script=seat.spec.entrypoint is not None,
+            replica_size=(seat.plan.replica_size if seat.spec.continues_without_replicas else None),
+            lives=dict.fromkeys(crew.stores, 1),
+            stores=crew.stores,
         )
+        self._seats = dict(crew.seats)
         self._mask = Mask(seat.secrets)
         self._telemetry = GangTelemetry(crew, node_id, folder)
-        root = Path(seat.storage_root)
-        self._votes = VoteCheck(root, seat.job_id, len(crew.seats), self._vote_checked)
-        self._pipes = crew.pipes
+        self._votes = VoteCheck(
+            files, seat.job_id, len(crew.seats), self._vote_checked, self._vote_waits
+        )
+        self._pipes = dict(crew.pipes)
         self._links: dict[int, RankLink] = {}
         self._died_alone: set[int] = set()
         self._forker_gone = False
@@ -135,11 +155,40 @@ class GangRuntime:
     def connect(self) -> None:
         """Begin to hear the ranks."""
         for rank, end in self._pipes.items():
-            self._links[rank] = RankLink(
-                end, partial(self._heard, rank), partial(self._misbehaved, rank), self._mask
-            )
-        for link in self._links.values():
-            link.listen()
+            self._connect(rank, end)
+
+    def seats_to_return(self, replica: int, life: int) -> Mapping[int, RankSeat]:
+        """The seats of a replica that is to be started for the ``life``-th time; none if it was, or must not be."""
+        is_due = replica in self._state.lost and life > self._state.lives[replica]
+        if self.fenced or self._state.stopped is not None or not is_due:
+            return {}
+        size = self._state.replica_size or 1
+        return {rank: seat for rank, seat in self._seats.items() if rank // size == replica}
+
+    def returned(self, replica: int, life: int, crew: Crew) -> None:
+        """The ranks of a lost replica were started again; what is open of them is owned from now on."""
+        for rank, end in crew.pipes.items():
+            self._links[rank].close()
+            self._pipes[rank] = end
+        self._died_alone -= set(crew.pids)
+        self._seats |= crew.seats
+        self._telemetry.replace(crew)
+        event = ReplicaLaunched(replica, life, crew.pids, crew.stores[replica])
+        self.happen(event)
+        for rank, end in crew.pipes.items():
+            self._connect(rank, end)
+
+    def not_returned(self, replica: int, life: int, why: str) -> None:
+        """The ranks of a lost replica could not be started again."""
+        _log.warning("replica_not_launched", job=self.job_id, replica=replica, why=why)
+        if not self.fenced:
+            self._tell(self._lost(replica, life, ()))
+
+    def _connect(self, rank: int, end: PipeEnd) -> None:
+        self._links[rank] = RankLink(
+            end, partial(self._heard, rank), partial(self._misbehaved, rank), self._mask
+        )
+        self._links[rank].listen()
 
     def reaped(self, pid: int, exit_code: int | None, ended_by: int | None) -> None:
         """One of the processes is dead."""
@@ -169,9 +218,8 @@ class GangRuntime:
         self._state, effects = decide(self._state, event, time.monotonic())
         for effect in effects:
             match effect:
-                case Tell(fact=fact):
-                    if not self.fenced:
-                        self._tell(fact)
+                case Tell() | TellLost():
+                    self._say(effect)
                 case CheckVote(rank=rank, vote=vote):
                     self._votes.check(rank, vote)
                 case Instruct(ranks=ranks, order=order):
@@ -192,6 +240,7 @@ class GangRuntime:
             pauses: Whether to read no pipes for now. Ranks that wait for that do not hang.
         """
         with self._surviving():
+            self._telemetry.speak_for(self._state.members, self._state.replica_size)
             self._watch()
             for link in self._links.values():
                 link.look(pauses=pauses)
@@ -269,6 +318,28 @@ class GangRuntime:
             first_exit_s=None if first is None else time.monotonic() - first,
         )
 
+    def _say(self, effect: Tell | TellLost) -> None:
+        if self.fenced:
+            return
+        self._tell(effect.fact if isinstance(effect, Tell) else self._found_lost(effect.replica))
+
+    def _found_lost(self, replica: int) -> ReplicaLost:
+        size = self._state.replica_size or 1
+        ranks = self._state.replica_of(replica * size)
+        ended = exits(dataclasses.replace(self._state, ranks=ranks), self._telemetry.last_seen())
+        _log.warning("replica_lost", job=self.job_id, fence=self.fence, replica=replica)
+        return self._lost(replica, self._state.lives[replica], ended)
+
+    def _lost(self, replica: int, life: int, ended: tuple[RankExit, ...]) -> ReplicaLost:
+        return ReplicaLost(
+            job_id=self.job_id,
+            fence=self.fence,
+            node_id=self._node_id,
+            replica=replica,
+            life=life,
+            exits=ended,
+        )
+
     def _lacked_memory(self) -> frozenset[int]:
         ranks = self._state.ranks.values()
         return frozenset(
@@ -308,6 +379,10 @@ class GangRuntime:
         if fault is not None:
             _log.warning("vote_refused", job=self.job_id, rank=rank, why=fault)
         self.happen(VoteChecked(rank, vote, fault))
+
+    def _vote_waits(self, rank: int, vote: RankVote, condition: str) -> None:
+        _log.warning("shard_waits", job=self.job_id, rank=rank, why=condition)
+        self.happen(VoteWaits(rank, vote, condition))
 
     @contextlib.contextmanager
     def _surviving(self) -> Iterator[None]:

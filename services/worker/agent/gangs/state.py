@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final
 
+from services.contract.messages.base import Address
 from services.contract.messages.findings import Findings
 from services.contract.messages.rank_pipe import (
     RankFailed,
@@ -75,6 +76,10 @@ class GangState:
     wait for it. ``is_script``: its ranks run a script: they make steps only as far as it reports them,
     and an exit with code 0 is its end, however it left. ``tracing``: by rank, the trace that it was told
     to record and has said nothing of yet; ``traces``: all that ranks here were told to record.
+    ``replica_size``: how many ranks a replica has that may be lost alone; None: the gang ends with any
+    of its ranks. ``members``: the replicas that take part, wherever they are, by the set with number
+    ``epoch``; ``lives``: how often each was launched here; ``lost``: those here that are dead and were not
+    launched again; ``stores``: where the first rank of each listens.
     """
 
     job_id: str
@@ -97,6 +102,17 @@ class GangState:
     waited_at: float = 0.0
     tracing: Mapping[int, str] = field(default_factory=dict)
     traces: frozenset[str] = frozenset()
+    replica_size: int | None = None
+    epoch: int = 0
+    members: tuple[int, ...] = ()
+    lives: Mapping[int, int] = field(default_factory=dict)
+    lost: frozenset[int] = frozenset()
+    stores: Mapping[int, Address] = field(default_factory=dict)
+
+    def replica_of(self, rank: int) -> Mapping[int, RankState]:
+        """The ranks of the replica of ``rank``, by number."""
+        size = self.replica_size or len(self.ranks)
+        return {n: each for n, each in self.ranks.items() if n // size == rank // size}
 
     @property
     def is_looking(self) -> bool:
@@ -109,5 +125,8 @@ class GangState:
 
     @property
     def ended(self) -> bool:
-        """Whether every rank is reaped."""
-        return all(rank.ended for rank in self.ranks.values())
+        """Whether every rank is reaped, and none comes back."""
+        if not all(rank.ended for rank in self.ranks.values()):
+            return False
+        is_done = any(rank.finished is not None for rank in self.ranks.values())
+        return not self.lost or is_done or self.stopped is not None

@@ -15,7 +15,9 @@ _QUERY_TIMEOUT_S: Final = 20
 _MIB: Final = 1 << 20
 
 
-def take_inventory(cpu_slots: int, storage_id: str | None = None) -> Inventory:
+def take_inventory(
+    cpu_slots: int, storage_id: str | None = None, storage_fault: str | None = None
+) -> Inventory:
     """Look the node over. Never imports torch: a broken driver must not take the agent down."""
     return Inventory(
         hostname=socket.gethostname(),
@@ -25,6 +27,7 @@ def take_inventory(cpu_slots: int, storage_id: str | None = None) -> Inventory:
         accelerators=nvidia_devices(),
         versions=installed_versions(),
         storage_id=storage_id,
+        storage_fault=storage_fault,
     )
 
 

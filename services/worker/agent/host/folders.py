@@ -100,6 +100,23 @@ class AttemptFolder:
             raise NoBoardsError(error.errno, error.strerror, str(self.boards)) from error
         return made
 
+    def renew_boards(self, ranks: tuple[int, ...]) -> dict[int, BoardReader]:
+        """New boards for ranks that are started again; those of the dead stay with whoever has them open.
+
+        Raises:
+            OSError: There is no room for them.
+        """
+        made: dict[int, BoardReader] = {}
+        try:
+            for rank in ranks:
+                self.board(rank).unlink(missing_ok=True)
+                made[rank] = BoardReader.make(self.board(rank))
+        except OSError:
+            for board in made.values():
+                board.close()
+            raise
+        return made
+
     def placements(self) -> tuple[RankPlacement, ...]:
         """The ranks that were launched; none where the launch was not recorded whole."""
         try:

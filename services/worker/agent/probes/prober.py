@@ -124,7 +124,7 @@ def _read(answer: bytes, mask: Mask) -> ModelProbed:
         ValidationError: It is no answer.
         UnfitProfileError: Whoever plans could not work with it.
     """
-    found = ModelProbed.model_validate_json(mask.line(answer))
+    found = ModelProbed.model_validate_json(mask.message(answer))
     if found.profile is not None:
         refuse_unfit(found)
     size = len(found.model_dump_json().encode())

@@ -18,7 +18,7 @@ import secrets
 from collections import Counter, defaultdict
 from collections.abc import AsyncIterator
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, Protocol
 
 import structlog
 from redis.asyncio import Redis
@@ -52,22 +52,32 @@ class NoCodeError(Exception):
     """This node cannot have the code that a job names; the text says why, and what to do."""
 
 
+class Copies(Protocol):
+    """The storage, as far as copies of archives are concerned: a part of ``SharedFiles``."""
+
+    @property
+    def root(self) -> Path: ...  # noqa: D102 see SharedFiles
+    def pull_file(self, path: Path) -> None: ...  # noqa: D102 see SharedFiles
+    def publish(self, path: Path) -> None: ...  # noqa: D102 see SharedFiles
+
+
 class CodeCache:
     """Uploaded code, on behalf of one node.
 
     Args:
         redis: A client that does not retry; only read from.
         folder: Where the code lies; made when it is first needed.
-        storage_root: Where jobs keep their copies.
+        copies: The storage, where jobs keep their copies.
         ranks_are: The system user of ranks; None: this process's own.
     """
 
     def __init__(
-        self, redis: Redis, folder: Path, storage_root: Path, ranks_are: RankUser | None = None
+        self, redis: Redis, folder: Path, copies: Copies | Path, ranks_are: RankUser | None = None
     ) -> None:
         self._redis = redis
         self._folder = folder
-        self._storage_root = storage_root
+        self._copies = None if isinstance(copies, Path) else copies
+        self._storage_root = copies if isinstance(copies, Path) else copies.root
         self._ranks_are = ranks_are
         self._in_use: Counter[str] = Counter()
         self._locks: defaultdict[str, asyncio.Lock] = defaultdict(asyncio.Lock)
@@ -106,7 +116,7 @@ class CodeCache:
                 body = await self._archive(digest, job_id)
                 await asyncio.to_thread(self._make_whole, name, body)
                 if job_id is not None:
-                    await asyncio.to_thread(_keep_copy, self._storage_root / job_id, body)
+                    await asyncio.to_thread(self._keep_copy, self._storage_root / job_id, body)
             await asyncio.to_thread(self._remove_least_used, frozenset(self._in_use))
         except BaseException as error:
             self.release(digest)
@@ -127,6 +137,8 @@ class CodeCache:
             body = await self._from_redis(digest)
         if body is None and job_id is not None:
             copy = self._storage_root / job_id / _OF_A_JOB
+            if self._copies is not None:
+                await asyncio.to_thread(self._copies.pull_file, copy)
             body = await asyncio.to_thread(_read, copy, digest)
         if body is None:
             where = "" if job_id is None else f" nor complete in {self._storage_root / job_id}"
@@ -189,6 +201,15 @@ class CodeCache:
             _write(place, body)
         os.utime(place)
 
+    def _keep_copy(self, job_folder: Path, body: bytes) -> None:
+        """Keep an archive beside the job's checkpoints, unless it lies there."""
+        place = job_folder / _OF_A_JOB
+        if _read(place, digest_of(body)) is None:
+            job_folder.mkdir(parents=True, exist_ok=True)
+            _write(place, body)
+            if self._copies is not None:
+                self._copies.publish(place)
+
     def _remove_least_used(self, in_use: frozenset[str]) -> None:
         """Of archives that nobody has, the last used ones stay."""
         unused = [
@@ -209,14 +230,6 @@ def forget_drafts(folder: Path) -> None:
             _remove(path)
         else:
             path.unlink(missing_ok=True)
-
-
-def _keep_copy(job_folder: Path, body: bytes) -> None:
-    """Keep an archive beside the job's checkpoints, unless it lies there."""
-    place = job_folder / _OF_A_JOB
-    if _read(place, digest_of(body)) is None:
-        job_folder.mkdir(parents=True, exist_ok=True)
-        _write(place, body)
 
 
 def _write(place: Path, body: bytes) -> None:

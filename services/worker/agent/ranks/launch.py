@@ -4,13 +4,13 @@ import asyncio
 import contextlib
 import socket
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Final
 
 import psutil
 
-from services.contract.jobs.plans import RankPlacement
+from services.contract.jobs.plans import GangPlan, RankPlacement
 from services.contract.messages.base import Address
 from services.contract.messages.board import BoardReader
 from services.contract.messages.commands import LaunchGang
@@ -37,7 +37,9 @@ class LaunchError(Exception):
 class Crew:
     """The live ranks of a gang on this node, by rank; ``store`` where rank 0 of it listens.
 
-    ``addresses``: those by which its ranks may connect to ranks of other nodes. ``boards`` and ``pipes`` are open, and of whoever has the crew.
+    ``stores``: where the first rank of each replica listens, of those that may be lost alone.
+    ``addresses``: those by which its ranks may connect to ranks of other nodes. ``boards`` and ``pipes``
+    are open, and of whoever has the crew.
     """
 
     seats: Mapping[int, RankSeat]
@@ -46,6 +48,7 @@ class Crew:
     pipes: Mapping[int, PipeEnd]
     boards: Mapping[int, BoardReader]
     addresses: tuple[str, ...] = ()
+    stores: Mapping[int, Address] = field(default_factory=dict)
 
 
 class Launcher:
@@ -122,12 +125,15 @@ class Launcher:
         with contextlib.ExitStack() as stack, contextlib.ExitStack() as unless_launched:
             for board in boards.values():
                 unless_launched.callback(board.close)
-            listening = None
+            listening: dict[int, socket.socket] = {}
             store = command.store
+            if command.spec.continues_without_replicas:
+                return await self._launch_replicas(
+                    command, folder, placements, (warm, boards, granted, unless_launched)
+                )
             if store is None:
-                listening = stack.enter_context(self._listen(command))
-                host, port = listening.getsockname()[:2]
-                store = Address(host=host, port=port)
+                listening[0] = stack.enter_context(self._listen(command.plan))
+                store = _address(listening[0])
             seats = {
                 placement.rank: self._seat(
                     command, placement, folder, store, len(placements)
@@ -137,7 +143,71 @@ class Launcher:
             crew = await _fork_all(warm, seats, boards, listening)
             unless_launched.pop_all()
             crew = replace(crew, addresses=self._network.addresses)
-            return crew if listening is None else replace(crew, store=store)
+            return replace(crew, store=store) if listening else crew
+
+    async def _launch_replicas(
+        self,
+        command: LaunchGang,
+        folder: AttemptFolder,
+        placements: tuple[RankPlacement, ...],
+        given: tuple[
+            WarmLink, Mapping[int, BoardReader], Mapping[str, object], contextlib.ExitStack
+        ],
+    ) -> Crew:
+        """Each replica is a world of its own, whose first rank listens for the others."""
+        warm, boards, granted, unless_launched = given
+        _refuse_spread(command.plan)
+        size = command.plan.replica_size
+        with contextlib.ExitStack() as stack:
+            listening = {
+                each.rank: stack.enter_context(self._listen(command.plan))
+                for each in placements
+                if each.rank % size == 0
+            }
+            stores = {rank // size: _address(end) for rank, end in listening.items()}
+            seats = {
+                each.rank: self._seat(
+                    command, each, folder, stores[each.rank // size], len(placements)
+                ).model_copy(update=granted)
+                for each in placements
+            }
+            crew = await _fork_all(warm, seats, boards, listening)
+            unless_launched.pop_all()
+            addresses = self._network.addresses
+            return replace(crew, store=stores.get(0), stores=stores, addresses=addresses)
+
+    async def launch_again(self, lost: Mapping[int, RankSeat], folder: AttemptFolder) -> Crew:
+        """Fork the ranks of a lost replica, or none.
+
+        Args:
+            lost: Their seats before.
+            folder: Of the attempt.
+
+        Raises:
+            LaunchError: A fork failed.
+            OSError: A file or a socket could not be made.
+        """
+        try:
+            warm = await self._warm.ready()
+        except WarmGoneError as error:
+            raise LaunchError(f"no rank can be forked: {error}") from error
+        plan = next(iter(lost.values())).plan
+        head = min(lost)
+        with contextlib.ExitStack() as unless_launched, self._listen(plan) as listening:
+            boards = folder.renew_boards(tuple(lost))
+            for board in boards.values():
+                unless_launched.callback(board.close)
+            store = _address(listening)
+            changed = {
+                "store_host": store.host,
+                "store_port": store.port,
+                "resume_from": None,
+                "returns": True,
+            }
+            seats = {rank: seat.model_copy(update=changed) for rank, seat in lost.items()}
+            crew = await _fork_all(warm, seats, boards, {head: listening})
+            unless_launched.pop_all()
+            return replace(crew, stores={head // plan.replica_size: store})
 
     def _placements_here(self, command: LaunchGang) -> tuple[RankPlacement, ...]:
         here = tuple(p for p in command.plan.ranks if p.node_id == self._node_id)
@@ -147,9 +217,9 @@ class Launcher:
             raise LaunchError(f"node {self._node_id} did not receive the address of rank 0")
         return here
 
-    def _listen(self, command: LaunchGang) -> socket.socket:
+    def _listen(self, plan: GangPlan) -> socket.socket:
         """The socket of the store, which nobody outside can reach unless ranks are there."""
-        is_alone = {p.node_id for p in command.plan.ranks} == {self._node_id}
+        is_alone = {p.node_id for p in plan.ranks} == {self._node_id}
         host = _LOOPBACK if is_alone else self._network.address
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         return socket.create_server((host, 0), family=family, backlog=_BACKLOG)
@@ -186,7 +256,7 @@ async def _fork_all(
     warm: WarmLink,
     seats: Mapping[int, RankSeat],
     boards: Mapping[int, BoardReader],
-    listening: socket.socket | None,
+    listening: Mapping[int, socket.socket],
 ) -> Crew:
     ours: dict[int, PipeEnd] = {}
     theirs: dict[int, PipeEnd] = {}
@@ -198,7 +268,7 @@ async def _fork_all(
                 handed_over.callback(theirs[rank].close)
             answers = await asyncio.gather(
                 *(
-                    warm.fork(seat, _descriptors(rank, theirs[rank], listening))
+                    warm.fork(seat, _descriptors(theirs[rank], listening.get(rank)))
                     for rank, seat in seats.items()
                 ),
                 return_exceptions=True,
@@ -215,7 +285,25 @@ async def _fork_all(
     return Crew(seats=seats, store=None, pids=forked, pipes=ours, boards=boards)
 
 
-def _descriptors(rank: int, end: PipeEnd, listening: socket.socket | None) -> tuple[int, ...]:
-    if rank == 0 and listening is not None:
+def _address(listening: socket.socket) -> Address:
+    host, port = listening.getsockname()[:2]
+    return Address(host=host, port=port)
+
+
+def _refuse_spread(plan: GangPlan) -> None:
+    """A replica whose ranks are on several nodes cannot be started again by one agent."""
+    for first in range(0, plan.world_size, plan.replica_size):
+        ranks = plan.ranks[first : first + plan.replica_size]
+        nodes = sorted({each.node_id for each in ranks})
+        if len(nodes) > 1:
+            raise LaunchError(
+                f"replica {first // plan.replica_size} has ranks on {', '.join(nodes)}: with "
+                "faults.on_replica_loss: continue all ranks of a replica must be on one node; lower "
+                "mesh.dp_shard x mesh.tp to what a node has"
+            )
+
+
+def _descriptors(end: PipeEnd, listening: socket.socket | None) -> tuple[int, ...]:
+    if listening is not None:
         return (end.reading, end.writing, listening.fileno())
     return (end.reading, end.writing)

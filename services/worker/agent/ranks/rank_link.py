@@ -143,7 +143,7 @@ class RankLink:
             self._fault(f"wrote a line of more than {LINE_BYTES} bytes to its pipe")
             return
         try:
-            message = RANK_MESSAGE.validate_json(self._mask.line(line))
+            message = RANK_MESSAGE.validate_json(self._mask.message(line))
         except ValidationError as error:
             self._fault(f"wrote a line to its pipe that is not a message: {_first_fault(error)}")
             return

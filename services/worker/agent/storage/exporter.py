@@ -3,14 +3,15 @@
 import asyncio
 import sys
 from collections.abc import Mapping
-from pathlib import Path
 
 import structlog
 from pydantic import ValidationError
 
 from services.contract.messages.commands import ExportCheckpoint
 from services.contract.messages.facts import CheckpointCorrupt, CheckpointExported, ExportFailed
+from services.contract.storage.exports import EXPORT_MANIFEST
 from services.worker.agent.storage.export import ExportOutcome
+from services.worker.agent.storage.job_storage import Storage
 
 _log = structlog.get_logger()
 
@@ -19,24 +20,45 @@ class Exporter:
     """Exports checkpoints of one storage root, on behalf of one node.
 
     Args:
-        root: The storage root.
+        storage: The checkpoints of all jobs.
         node_id: Who reports.
         environment: Of the process: marked as this node's, without credentials.
     """
 
-    def __init__(self, root: Path, node_id: str, environment: Mapping[str, str]) -> None:
-        self._root = root
+    def __init__(self, storage: Storage, node_id: str, environment: Mapping[str, str]) -> None:
+        self._storage = storage
         self._node_id = node_id
         self._environment = dict(environment)
 
     async def export(
         self, command: ExportCheckpoint
     ) -> tuple[CheckpointExported | CheckpointCorrupt | ExportFailed, ...]:
-        """Run the process to its end."""
+        """Run the process to its end, on files of this node, and have all nodes see what it wrote."""
+        # Of its own, for a gang may load the same.
+        reader = f"export of {command.checkpoint_id}"
+        try:
+            await asyncio.to_thread(self._storage.bring, reader, command.checkpoint_id)
+            outcome = await self._run(command)
+            if outcome.reason is None:
+                await asyncio.to_thread(self._publish, command, outcome)
+        except OSError as error:
+            outcome = ExportOutcome(reason=str(error))
+        finally:
+            self._storage.files.release(reader)
+        return self._facts(command, outcome)
+
+    def _publish(self, command: ExportCheckpoint, outcome: ExportOutcome) -> None:
+        folder = self._storage.root / command.job_id / "exports" / command.checkpoint_id
+        # The manifest last: it names whole files only.
+        for name in (*outcome.files, EXPORT_MANIFEST):
+            self._storage.files.publish(folder / name)
+        self._storage.files.drop_copy(folder)
+
+    async def _run(self, command: ExportCheckpoint) -> ExportOutcome:
         process = await asyncio.create_subprocess_exec(
             sys.executable,
             *("-P", "-m", "services.worker.agent.storage.export"),
-            *("--root", str(self._root)),
+            *("--root", str(self._storage.root)),
             *("--job", command.job_id),
             *("--checkpoint", command.checkpoint_id),
             env=self._environment,
@@ -50,12 +72,11 @@ class Exporter:
             process.kill()
             raise
         try:
-            outcome = ExportOutcome.model_validate_json(said)
+            return ExportOutcome.model_validate_json(said)
         except ValidationError:
             last = complaints.decode(errors="replace").strip().splitlines()[-1:]
             why = f"its process exited with code {process.returncode}: {''.join(last)}"
-            outcome = ExportOutcome(reason=why)
-        return self._facts(command, outcome)
+            return ExportOutcome(reason=why)
 
     def _facts(
         self, command: ExportCheckpoint, outcome: ExportOutcome

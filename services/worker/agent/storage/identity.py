@@ -9,9 +9,9 @@ from typing import Final
 
 from services.contract.system.durable import open_plain, sync_folder, write_new
 
-_NAME: Final = ".storage-id"
-_BYTES: Final = 16
-_IDENTITY: Final = re.compile(rf"[0-9a-f]{{{2 * _BYTES}}}")
+NAME: Final = ".storage-id"
+BYTES: Final = 16
+IDENTITY: Final = re.compile(rf"[0-9a-f]{{{2 * BYTES}}}")
 
 
 def storage_identity(root: Path) -> str | None:
@@ -28,22 +28,22 @@ def storage_identity(root: Path) -> str | None:
 
 def _read(root: Path) -> str | None:
     try:
-        descriptor = open_plain(root / _NAME)
+        descriptor = open_plain(root / NAME)
     except FileNotFoundError:
         return None
     with os.fdopen(descriptor, "rb") as file:
-        text = file.read(_BYTES * 2).decode("ascii", "replace")
-    return text if _IDENTITY.fullmatch(text) else None
+        text = file.read(BYTES * 2).decode("ascii", "replace")
+    return text if IDENTITY.fullmatch(text) else None
 
 
 def _make(root: Path) -> str | None:
     root.mkdir(parents=True, exist_ok=True)
-    draft = root / f"{_NAME}.{secrets.token_hex(4)}"
-    write_new(draft, secrets.token_hex(_BYTES).encode())
+    draft = root / f"{NAME}.{secrets.token_hex(4)}"
+    write_new(draft, secrets.token_hex(BYTES).encode())
     try:
         # A link never replaces: of two agents that come at once, the second one reads the first one's.
         with contextlib.suppress(FileExistsError):
-            (root / _NAME).hardlink_to(draft)
+            (root / NAME).hardlink_to(draft)
     finally:
         draft.unlink()
     sync_folder(root)

@@ -1,13 +1,9 @@
 """What an agent does in storage: open, commit, retire, verify. Blocking: run in a thread."""
 
 import contextlib
-import hashlib
 import os
-import secrets
 import threading
-from collections.abc import Callable
 from pathlib import Path
-from typing import Final
 
 import structlog
 
@@ -34,27 +30,27 @@ from services.contract.messages.facts import (
     RunningGang,
 )
 from services.contract.storage.commit_chain import ChainError, CommitChain
-from services.contract.storage.job_cards import JobCard, read_card, write_card
+from services.contract.storage.job_cards import (
+    CARD,
+    DELETED,
+    JobCard,
+    put_card_away,
+    read_card,
+    write_card,
+)
 from services.contract.storage.manifests import (
     AttemptOpened,
     CheckpointDeleted,
     DamagedRecord,
     Manifest,
-    ShardFile,
 )
-from services.contract.system.durable import (
-    is_hollow,
-    make_folders,
-    node_condition,
-    open_plain,
-    sync_folder,
-)
+from services.contract.system.durable import make_folders, node_condition
 from services.contract.system.rank_user import RankUser
 from services.contract.words.ids import job_of_checkpoint
 from services.contract.words.states import JobState
 from services.worker.agent.host.removal import remove_tree
+from services.worker.agent.storage.shared_files import SharedFiles, as_shared
 
-_READ_BYTES: Final = 1 << 20
 _log = structlog.get_logger()
 
 
@@ -66,13 +62,16 @@ class Storage:
     """The checkpoints of all jobs below one root, on behalf of one node.
 
     Args:
-        root: The storage root.
+        files: The storage; or the folder that all nodes mount.
         node_id: Who reports.
         ranks_are: The system user of ranks; None: this process's own.
     """
 
-    def __init__(self, root: Path, node_id: str, ranks_are: RankUser | None = None) -> None:
-        self.root = root
+    def __init__(
+        self, files: SharedFiles | Path, node_id: str, ranks_are: RankUser | None = None
+    ) -> None:
+        self.files = as_shared(files)
+        self.root = self.files.root
         self._node_id = node_id
         self._writing_cards = threading.Lock()
         self._ranks_are = ranks_are
@@ -88,9 +87,9 @@ class Storage:
             ChainError: The checkpoint that is to be loaded cannot be in this storage.
             OSError: The storage refuses.
         """
-        chain = CommitChain(self.root, command.job_id)
+        chain = self.chain(command.job_id)
         source = command.resume_from
-        if source is not None and not CommitChain(self.root, job_of_checkpoint(source)).exists:
+        if source is not None and not self.chain(job_of_checkpoint(source)).exists:
             raise ChainError(
                 f"{self.root} holds nothing of {job_of_checkpoint(source)}, whose checkpoint "
                 f"{source} is to be loaded: is the storage mounted on this node?"
@@ -107,14 +106,16 @@ class Storage:
             standing=JobState.QUEUED,
         )
         with self._writing_cards:
-            write_card(self.root, card)
+            self._write_card(card)
         for folder in chain.abandoned():
             try:
-                remove_tree(folder)
+                self.files.remove(folder)
             except OSError as error:  # a rank of an older attempt may still write there
                 _log.warning("not_removed", folder=str(folder), why=str(error))
             else:
                 _log.info("uncommitted_checkpoint_removed", checkpoint=folder.name)
+        if source is not None:
+            self.bring(command.job_id, source)
         if self._ranks_are is not None:
             chain.share_with(self._ranks_are)
             traces = traces_folder(self.root, command.job_id)
@@ -132,10 +133,10 @@ class Storage:
             OSError: The storage refuses.
         """
         with self._writing_cards:
-            card = read_card(self.root, command.job_id)
+            card = self.card(command.job_id)
             if card is not None and card.fence <= command.fence:
                 kept = command.model_dump(include={"standing", "reason", "exit_reason"})
-                write_card(self.root, card.model_copy(update=kept))
+                self._write_card(card.model_copy(update=kept))
 
     def find_job(self, job_id: str, running: RunningGang | None, last_step: int) -> JobFound | None:
         """What storage tells of a job; None without a card, or of one that was deleted.
@@ -148,8 +149,8 @@ class Storage:
         Raises:
             OSError: The storage does not answer.
         """
-        card = read_card(self.root, job_id)
-        chain = CommitChain(self.root, job_id)
+        card = self.card(job_id)
+        chain = self.chain(job_id)
         if card is None:
             return None
         reading = chain.read()
@@ -169,11 +170,11 @@ class Storage:
     def commit(self, command: CommitCheckpoint) -> CheckpointLinked | CheckpointLost:
         """Link the manifest, if every shard file lies there with its size."""
         manifest = command.manifest
-        chain = CommitChain(self.root, command.job_id)
+        chain = self.chain(command.job_id)
         try:
             # One that is linked stays linked, whatever became of its files since.
             if chain.read().number_of(manifest) is None:
-                _check_shards(manifest, chain.shard_folder(manifest.checkpoint_id))
+                self._check_shards(manifest, chain.shard_folder(manifest.checkpoint_id))
             number = chain.append(manifest)
         except (ChainError, OSError) as error:
             linked = _number_of(manifest, chain)
@@ -198,15 +199,14 @@ class Storage:
             ChainError: The chain is damaged.
             OSError: The storage refuses.
         """
-        chain = CommitChain(self.root, command.job_id)
+        chain = self.chain(command.job_id)
         chain.append(
             CheckpointDeleted(
                 job_id=command.job_id, fence=command.fence, checkpoint_id=command.checkpoint_id
             )
         )
-        folder = chain.shard_folder(command.checkpoint_id)
-        if folder.exists():
-            remove_tree(folder)
+        with contextlib.suppress(FileNotFoundError):
+            self.files.remove(chain.shard_folder(command.checkpoint_id))
         return CheckpointRetired(
             job_id=command.job_id,
             fence=command.fence,
@@ -234,7 +234,7 @@ class Storage:
         """
         about = {"job_id": command.job_id, "fence": command.fence, "node_id": self._node_id}
         about["checkpoint_id"] = name = command.checkpoint_id
-        chain = CommitChain(self.root, command.job_id)
+        chain = self.chain(command.job_id)
         try:
             if not chain.exists:
                 reason = f"{self.root} on {self._node_id} holds nothing of {command.job_id}"
@@ -247,7 +247,7 @@ class Storage:
                 found = {"file": "chain", "reason": str(error)}
                 return (*told, CheckpointCorrupt.model_validate({**about, **found}))
             for shard in manifest.shards:
-                fault = fault_of(chain.shard_folder(name) / shard.name, shard)
+                fault = self.files.fault_of(chain.shard_folder(name) / shard.name, shard)
                 if fault is not None:
                     found = {"file": f"shards/{name}/{shard.name}", "reason": fault}
                     return (*told, CheckpointCorrupt.model_validate({**about, **found}))
@@ -257,6 +257,61 @@ class Storage:
             *told,
             CheckpointVerified.model_validate({**about, "bytes": manifest.total_bytes}),
         )
+
+    def chain(self, job_id: str) -> CommitChain:
+        """The commit chain of a job, as all nodes see it."""
+        return CommitChain(self.root, job_id, self.files)
+
+    def card(self, job_id: str) -> JobCard | None:
+        """The card of a job, as ``read_card`` reads it.
+
+        Raises:
+            OSError: The storage does not answer.
+        """
+        self.files.pull_file(self.root / job_id / CARD)
+        return read_card(self.root, job_id)
+
+    def put_card_away(self, job_id: str) -> bool:
+        """Mark a job as deleted, as ``put_card_away`` does.
+
+        Raises:
+            OSError: The storage refuses.
+        """
+        self.files.pull_file(self.root / job_id / CARD)
+        if not put_card_away(self.root, job_id):
+            return False
+        self.files.publish(self.root / job_id / DELETED)
+        self.files.publish(self.root / job_id / CARD)
+        return True
+
+    def bring(self, for_job: str, checkpoint_id: str) -> None:
+        """Have this node hold all of a committed checkpoint, until ``for_job`` is released.
+
+        What is missing or damaged is for whoever loads it to tell.
+
+        Raises:
+            OSError: The storage does not answer.
+        """
+        chain = self.chain(job_of_checkpoint(checkpoint_id))
+        for manifest in chain.committed():
+            if manifest.checkpoint_id == checkpoint_id:
+                for shard in manifest.shards:
+                    path = chain.shard_folder(checkpoint_id) / shard.name
+                    self.files.fetch(path, shard, for_job)
+
+    def _write_card(self, card: JobCard) -> None:
+        write_card(self.root, card)
+        for name in (CARD, DELETED):
+            self.files.publish(self.root / card.job_id / name)
+
+    def _check_shards(self, manifest: Manifest, folder: Path) -> None:
+        for shard in manifest.shards:
+            size = self.files.size(folder / shard.name)
+            if size != shard.bytes:
+                raise ShardError(
+                    f"shard {shard.name} of rank {shard.rank} has {size} bytes, not the "
+                    f"{shard.bytes} that the rank voted for"
+                )
 
     def _damaged(
         self, command: LaunchGang | VerifyCheckpoint, records: tuple[DamagedRecord, ...]
@@ -283,68 +338,21 @@ def _number_of(manifest: Manifest, chain: CommitChain) -> int | None:
         return None
 
 
-def _check_shards(manifest: Manifest, folder: Path) -> None:
-    for shard in manifest.shards:
-        size = (folder / shard.name).stat().st_size
-        if size != shard.bytes:
-            raise ShardError(
-                f"shard {shard.name} of rank {shard.rank} has {size} bytes, not the "
-                f"{shard.bytes} that the rank voted for"
-            )
-
-
-def fault_of(
-    path: Path, shard: ShardFile, is_over: Callable[[], bool] = lambda: False
-) -> str | None:
-    """What of a shard file is not as its rank voted; None where all is.
-
-    Args:
-        path: The file.
-        shard: The vote.
-        is_over: Asked before each piece: whether the answer is of no use any more.
-
-    Raises:
-        OSError: The storage does not answer, which says nothing about the file.
-    """
-    digest = hashlib.sha256()
-    try:
-        descriptor = open_plain(path)
-    except FileNotFoundError:
-        return "the file is missing"
-    with open(descriptor, "rb", buffering=0) as file:  # noqa: PTH123 a descriptor, not a path
-        size = os.fstat(descriptor).st_size
-        if size != shard.bytes:
-            return f"it has {size} bytes, not the {shard.bytes} that the rank voted for"
-        if is_hollow(descriptor):
-            return f"nearly all of its {size} bytes are holes, which no rank of ours leaves"
-        left = size  # and no more: somebody may go on to write there
-        while not is_over() and left and (part := file.read(min(left, _READ_BYTES))):
-            digest.update(part)
-            left -= len(part)
-    if digest.hexdigest() == shard.sha256:
-        return None
-    return f"its sha256 is {digest.hexdigest()}, the rank voted for {shard.sha256}"
-
-
 def purge(storage: Storage, command: PurgeJob, node_id: str) -> JobPurged:
     """Remove all that storage holds of the job; a job of which it holds nothing is purged.
 
     A record above the job's newest attempt is linked first, so that whatever of it still lives can
-    commit nothing; then its folder is renamed, so that it is gone at once, however long its files
-    take to be removed.
+    commit nothing.
     """
     folder = storage.root / command.job_id
     error = None
     try:
-        if os.path.lexists(folder):
+        if os.path.lexists(folder) or storage.files.holds(folder):
             opened = AttemptOpened(job_id=command.job_id, fence=command.fence + 1)
             # Where a rank has put something else in the chain's place, nothing can be committed.
             with contextlib.suppress(FileExistsError, NotADirectoryError):
-                CommitChain(storage.root, command.job_id).append(opened)
-            folder.rename(storage.root / f".purged-{command.job_id}-{secrets.token_hex(8)}")
-            sync_folder(storage.root)
-        for left in storage.root.glob(f".purged-{command.job_id}-*"):
-            remove_tree(left)
+                storage.chain(command.job_id).append(opened)
+        storage.files.discard_job(command.job_id)
     except (ChainError, OSError) as failure:
         error = str(failure)
         _log.warning("purge_failed", job=command.job_id, why=error)

@@ -13,9 +13,13 @@ import structlog
 from services.contract.messages.base import Message
 from services.contract.system.cancellation import end_if_told
 from services.worker.agent.storage.record_files import KINDS, EntryId, Part
+from services.worker.agent.storage.shared_files import SharedFiles, as_shared
 
 FLUSH_S: Final = 5.0
 """A Redis that is wiped costs the curve what came within this time, and within the writing."""
+PUBLISHED_EVERY_S: Final = 30.0
+"""Where records lie in a bucket, a wiped Redis costs what came within this time on a node that is lost, too."""
+_RESTS: Final = 10
 # Ids that Redis did not give: it counts from 0 within each millisecond.
 _OWN_NUMBERS: Final = 1 << 20
 _WaitingKey = tuple[str, int, str]
@@ -28,13 +32,15 @@ class Journal:
     While storage does not take them they wait, as many as Redis keeps of a job; older ones are let go.
 
     Args:
-        root: The storage root.
+        files: The storage.
         writer: ``<node id>.<incarnation>``: its files are written by nobody else.
         every_s: So often.
     """
 
-    def __init__(self, root: Path, writer: str, every_s: float = FLUSH_S) -> None:
-        self._root = root
+    def __init__(self, files: SharedFiles | Path, writer: str, every_s: float = FLUSH_S) -> None:
+        self._files = as_shared(files)
+        self._unpublished: set[Path] = set()
+        self._publish_at = 0.0
         self._writer = writer
         self._every_s = every_s
         self._waiting: dict[_WaitingKey, deque[tuple[EntryId, str]]] = {}
@@ -70,6 +76,8 @@ class Journal:
             end_if_told()
             await asyncio.sleep(self._every_s)
             await self.flush()
+            if time.monotonic() >= self._publish_at:
+                await asyncio.to_thread(self._publish)
 
     async def flush(self, job_id: str | None = None) -> None:
         """Append what waits now, of this job or (None) of all."""
@@ -81,9 +89,10 @@ class Journal:
     async def _append(self, key: _WaitingKey) -> None:
         job_id, fence, name = key
         entries = self._waiting.pop(key)
-        part = Part(self._root, job_id, KINDS[name], fence, self._writer)
+        part = Part(self._files.root, job_id, KINDS[name], fence, self._writer)
         try:
             await asyncio.to_thread(part.append, entries)
+            self._unpublished.add(part.path)
         except FileNotFoundError:
             return  # storage holds nothing of the job any more
         except OSError as error:
@@ -94,6 +103,20 @@ class Journal:
             self._put(key, [*entries, *came_since])
         else:
             self._refused = None
+
+    def _publish(self) -> None:
+        """Have all nodes see what was appended; a bucket takes whole files, so not too often."""
+        began = time.monotonic()
+        for path in list(self._unpublished):
+            self._unpublished.discard(path)
+            try:
+                if path.exists():  # else it was closed
+                    self._files.publish(path)
+            except OSError as error:
+                self._unpublished.add(path)
+                _log.warning("records_not_published", path=str(path), why=str(error))
+        took_s = time.monotonic() - began
+        self._publish_at = began + max(PUBLISHED_EVERY_S, _RESTS * took_s)
 
     def _put(self, key: _WaitingKey, entries: Sequence[tuple[EntryId, str]]) -> None:
         waiting = self._waiting.setdefault(key, deque(maxlen=KINDS[key[2]].kept))

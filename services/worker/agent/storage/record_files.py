@@ -140,6 +140,11 @@ KINDS: Final[Mapping[str, Kind]] = MappingProxyType({k.name: k for k in (STEPS, 
 """What agents append as it goes."""
 
 
+def is_closed(name: str) -> bool:
+    """Whether a file is one of those that are put together."""
+    return name.endswith(_CLOSED)
+
+
 def records_folder(root: Path, job_id: str) -> Path:
     """Where the files of a job lie."""
     return root / job_id / "records"

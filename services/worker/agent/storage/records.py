@@ -26,8 +26,11 @@ from services.worker.agent.storage.record_files import (
     EntryId,
     Kind,
     close,
+    is_closed,
     read_entries,
+    records_folder,
 )
+from services.worker.agent.storage.shared_files import SharedFiles, as_shared
 from services.worker.agent.streams.redis_clients import REDIS_AWAY, RULES_ARE_OLD
 
 _AT_ONCE: Final = 1_000
@@ -46,14 +49,17 @@ class RecordKeeper:
     Args:
         redis: A client that does not retry.
         node_id: Who reports.
-        root: The storage root.
+        files: The storage.
         journal: Of this life: what it holds is written first.
     """
 
-    def __init__(self, redis: Redis, node_id: str, root: Path, journal: Journal) -> None:
+    def __init__(
+        self, redis: Redis, node_id: str, files: SharedFiles | Path, journal: Journal
+    ) -> None:
         self._redis = redis
         self._node_id = node_id
-        self._root = root
+        self._files = as_shared(files)
+        self._root = self._files.root
         self._journal = journal
         self._done = redis.register_script(_DONE)
 
@@ -71,11 +77,15 @@ class RecordKeeper:
         """
         await self._journal.flush(command.job_id)
         events_to = None
+        folder = records_folder(self._root, command.job_id)
         try:
+            await asyncio.to_thread(self._files.pull_missing, folder)
+            before = await asyncio.to_thread(_names, folder)
             for kind in (*KINDS.values(), EVENTS):
                 more = await self._in_redis(command.job_id, kind)
                 await asyncio.to_thread(close, self._root, command.job_id, kind, more)
                 events_to = str(max(more)) if kind is EVENTS and more else None
+            await asyncio.to_thread(self._publish, folder, before)
         except OSError as error:  # Redis keeps them longer then
             _log.warning("records_not_closed", job=command.job_id, why=str(error))
             return ()
@@ -91,21 +101,35 @@ class RecordKeeper:
     async def close_older(self, job_id: str, fence: int) -> None:
         """Put together what attempts before this one left, so that their files do not grow in number."""
         await self._journal.flush(job_id)
+        folder = records_folder(self._root, job_id)
         try:
+            await asyncio.to_thread(self._files.pull_missing, folder)
+            before = await asyncio.to_thread(_names, folder)
             for kind in KINDS.values():
                 await asyncio.to_thread(close, self._root, job_id, kind, {}, before_fence=fence)
+            await asyncio.to_thread(self._publish, folder, before)
         except OSError as error:  # they are read as they are
             _log.warning("records_not_put_together", job=job_id, why=str(error))
+
+    def _publish(self, folder: Path, before: set[str]) -> None:
+        """Have all nodes see what was closed, then no longer what it was made of."""
+        after = _names(folder)
+        for name in filter(is_closed, sorted(after)):
+            self._files.publish(folder / name)
+        for name in sorted(before - after):
+            self._files.publish(folder / name)
 
     async def _recall(self, command: RecallRecords) -> None:
         """Bring back what storage has; whoever asked waits for it."""
         job_id = command.job_id
-        if not await asyncio.to_thread((self._root / job_id).is_dir):
+        if not await asyncio.to_thread(self._files.holds, self._root / job_id):
             # It would be told that there is nothing, by a node whose storage is not mounted.
             _log.warning("storage_has_no_such_job", job=job_id, root=str(self._root))
             return
         await self._journal.flush(job_id)
         try:
+            folder = records_folder(self._root, job_id)
+            await asyncio.to_thread(self._files.pull_missing, folder)
             for kind in (*KINDS.values(), EVENTS):
                 entries = await asyncio.to_thread(read_entries, self._root, job_id, kind)
                 await self._bring_back(kind.recalled(job_id), entries)
@@ -151,6 +175,10 @@ class RecordKeeper:
             if len(rows) < _AT_ONCE:
                 return {name: body for name, body in found.items() if kind.is_one(body)}
             start = f"({rows[-1][0]}"
+
+
+def _names(folder: Path) -> set[str]:
+    return {path.name for path in folder.iterdir()} if folder.is_dir() else set()
 
 
 def _is_there(error: Exception) -> bool:

@@ -25,12 +25,10 @@ from redis.asyncio import Redis
 from services.contract.jobs.traces import drafts as trace_drafts
 from services.contract.messages.facts import Fact, RunningGang
 from services.contract.redis import redis_keys
-from services.contract.storage.commit_chain import CommitChain
-from services.contract.storage.job_cards import JobCard, jobs_in, put_card_away, read_card
+from services.contract.storage.job_cards import JobCard
 from services.contract.system.cancellation import end_if_told
 from services.contract.words.states import TERMINAL_STATES, JobState
 from services.worker.agent.host.folders import NodeFolder
-from services.worker.agent.host.removal import remove_tree
 from services.worker.agent.storage.job_storage import Storage
 from services.worker.agent.storage.record_files import records_folder
 from services.worker.agent.streams.redis_clients import REDIS_AWAY
@@ -96,6 +94,7 @@ class StorageRounds:
         self._redis = redis
         self._node_id = holdings.node_id
         self._storage = holdings.storage
+        self._files = holdings.storage.files
         self._folder = holdings.folder
         self._gangs = holdings.gangs
         self._tell = tell
@@ -136,7 +135,7 @@ class StorageRounds:
         """
         gangs = self._gangs()
         is_of_all = time.monotonic() >= self._all_due_at
-        jobs = await asyncio.to_thread(jobs_in, self._storage.root)
+        jobs = await asyncio.to_thread(self._files.jobs)
         if not is_of_all:
             own = {*gangs, *await asyncio.to_thread(self._folder.jobs)}
             jobs = [job_id for job_id in jobs if job_id in own]
@@ -179,7 +178,7 @@ class StorageRounds:
 
     def _cards_of(self, jobs: Iterable[str]) -> dict[str, JobCard]:
         """The cards by which jobs are found again; one that was deleted has none."""
-        cards = ((job_id, read_card(self._storage.root, job_id)) for job_id in jobs)
+        cards = ((job_id, self._storage.card(job_id)) for job_id in jobs)
         return {job_id: card for job_id, card in cards if card is not None}
 
     def _is_ours_to_report(self, card: JobCard, gangs: Mapping[str, object]) -> bool:
@@ -196,11 +195,12 @@ class StorageRounds:
             self._tell(fact)
 
     def _put_away(self, job_id: str) -> None:
-        if put_card_away(self._storage.root, job_id):
+        records = records_folder(self._files.root, job_id)
+        if self._storage.put_card_away(job_id):
             _log.info("card_put_away", job=job_id)
-        records = records_folder(self._storage.root, job_id)
-        if os.path.lexists(records):
-            _remove(records)
+            self._remove(records)
+        elif os.path.lexists(records):
+            self._remove(records)
 
     def _remove_orphans(self, jobs: Iterable[str], over: Set[str], *, is_of_all: bool) -> None:
         """Shards that no manifest names, drafts, unfinished traces; each only after it was so for long.
@@ -213,24 +213,23 @@ class StorageRounds:
         if is_of_all:
             self._useless_since = {job: self._useless_since.get(job, {}) for job in jobs}
         for job_id in jobs:
-            chain = CommitChain(self._storage.root, job_id)
+            chain = self._storage.chain(job_id)
             useless = [*chain.drafts(), *chain.abandoned()]
-            useless += trace_drafts(self._storage.root, job_id)
+            useless += trace_drafts(self._files.root, job_id)
             if job_id in over:
                 useless += chain.uncommitted()
             known, now = self._useless_since.get(job_id, {}), time.monotonic()
             self._useless_since[job_id] = {path: known.get(path, now) for path in useless}
             for path, since in self._useless_since[job_id].items():
                 if now - since >= self._grace_s:
-                    _remove(path)
+                    self._remove(path)
 
-
-def _remove(path: Path) -> None:
-    try:
-        remove_tree(path)
-    except FileNotFoundError:
-        return
-    except OSError as error:  # the next round tries again
-        _log.warning("not_removed", path=str(path), why=str(error))
-    else:
-        _log.info("orphan_removed", path=str(path))
+    def _remove(self, path: Path) -> None:
+        try:
+            self._files.remove(path)
+        except FileNotFoundError:
+            return
+        except OSError as error:  # the next round tries again
+            _log.warning("not_removed", path=str(path), why=str(error))
+        else:
+            _log.info("orphan_removed", path=str(path))

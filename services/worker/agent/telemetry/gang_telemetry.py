@@ -5,7 +5,7 @@ import math
 import statistics
 import time
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final, Literal, TypeVar
 
@@ -86,8 +86,10 @@ class GangTelemetry:
         folder: AttemptFolder,
     ) -> None:
         self.faults: dict[int, str] = {}
-        self._seats = seats = crew.seats
-        self._pids = crew.pids
+        self._seats = seats = dict(crew.seats)
+        self._pids = dict(crew.pids)
+        self._speaker = 0
+        self._compares = not any(s.spec.continues_without_replicas for s in seats.values())
         self._node_id = node_id
         self._readers = dict(crew.boards)
         self._tails = {
@@ -106,6 +108,25 @@ class GangTelemetry:
         self._step_times: deque[float] = deque(maxlen=_STEPS_FOR_MEDIAN)
         self._meter = ArrivalMeter(tuple(seats))
         self._arrival_pacing = ArrivalPacing(ARRIVALS_KEPT)
+
+    def replace(self, crew: Crew) -> None:
+        """Ranks were started again: their boards are other ones, and owned from now on."""
+        self._seats |= crew.seats
+        self._pids |= crew.pids
+        for rank, board in crew.boards.items():
+            before = self._readers.pop(rank, None)
+            if before is not None:
+                before.close()
+            self._readers[rank] = board
+            self._seen.pop(rank, None)
+            self._started.discard(rank)
+
+    def speak_for(self, members: Sequence[int], replica_size: int | None) -> None:
+        """The replicas that take part: the first rank of one of them speaks for the job."""
+        if replica_size is None or not members or self._speaker // replica_size in members:
+            return
+        self._watch_steps()  # what the lost one had told
+        self._speaker = members[0] * replica_size
 
     def watch(self, ready: Mapping[int, RankReady | None]) -> dict[int, int]:
         """Take in new steps and arrivals; answer the first step of each rank that just made one.
@@ -234,13 +255,19 @@ class GangTelemetry:
 
     def _watch_steps(self) -> None:
         # The figures of a step are the same on all ranks: rank 0 speaks for the job.
-        if 0 not in self._seats:
+        speaks = self._speaker in self._seats
+        if not speaks and self._compares:
             return
+        # Whoever may have to speak later knows what was told.
+        one = self._speaker if speaks else min(self._seats)
         boards = [self._shown(rank) for rank in self._seats]
-        for entry in self._ask(0, lambda board: board.steps_after(self._last_step or 0)) or ():
+        for entry in self._ask(one, lambda board: board.steps_after(self._last_step or 0)) or ():
+            if not speaks:
+                self._last_step = entry.step
+                continue
             # A script may report every tenth step: then that is how often its board moves.
             apart = 1 if self._last_step is None else entry.step - self._last_step
-            is_gap = apart > 1 and self._seats[0].spec.entrypoint is None
+            is_gap = apart > 1 and self._seats[one].spec.entrypoint is None
             if is_gap and not self._has_gaps:  # once: a rank can write any numbers, at any rate
                 self._has_gaps = True
                 _log.warning("steps_overwritten_before_read", after=self._last_step, at=entry.step)
@@ -248,10 +275,11 @@ class GangTelemetry:
             if math.isfinite(entry.step_time_s):
                 self._step_times.append(entry.step_time_s * apart)
             most = max(board.memory_bytes for board in boards)
-            self._steps.append(step_record(entry, self._seats[0].fence, most))
+            self._steps.append(step_record(entry, self._seats[one].fence, most))
 
     def _watch_arrivals(self, ready: Mapping[int, RankReady | None]) -> None:
-        if len(self._seats) < 2:  # noqa: PLR2004 a comparison takes two
+        # Replicas that may be lost count their collectives by themselves, each from its own start.
+        if len(self._seats) < 2 or not self._compares:  # noqa: PLR2004 a comparison takes two
             return
         boards = [self._shown(rank) for rank in self._readers]
         issued = max((max(board.issued) for board in boards), default=0)

@@ -2,17 +2,23 @@
 
 import random
 from collections.abc import Mapping
-from typing import Any, Final
+from typing import Any, Final, Protocol
 
 import numpy as np
 import torch
-
-from services.worker.rank.checkpoints.shard_file import ShardReader
 
 _TORCH: Final = "random.torch"
 _CUDA: Final = "random.cuda"
 RANDOM_NAMES: Final = (_TORCH, _CUDA)
 """Names of tensors in a shard file that nothing else may have."""
+
+
+class HasTensors(Protocol):
+    """Where saved tensors are read."""
+
+    def tensor(self, name: str) -> torch.Tensor:
+        """One of them."""
+        ...
 
 
 def random_tensors(device: torch.device) -> dict[str, torch.Tensor]:
@@ -28,7 +34,7 @@ def random_text() -> dict[str, Any]:
     return {"python_random": random.getstate(), "numpy_random": _numpy_state()}
 
 
-def restore_random(device: torch.device, reader: ShardReader, about: Mapping[str, Any]) -> None:
+def restore_random(device: torch.device, reader: HasTensors, about: Mapping[str, Any]) -> None:
     """Sets all of them as they were saved.
 
     Args:

@@ -34,7 +34,6 @@ from services.worker.rank.checkpoints.random_state import (
     random_text,
     restore_random,
 )
-from services.worker.rank.checkpoints.shard_file import ShardReader
 from services.worker.rank.data.source import BEGINNING, Feed
 from services.worker.rank.gang.groups import Gang
 from services.worker.rank.optim.ema import PREFIX as EMA
@@ -48,6 +47,23 @@ _KEY: Final = "meshloom"
 _VERSION: Final = 1
 FILE: Final = "file."
 """Begins the names of tensors that hold a file's bytes; an export writes these files."""
+
+
+class Reader(Protocol):
+    """Has what one rank saved, as ``ShardReader`` does."""
+
+    @property
+    def metadata(self) -> Mapping[str, str]:
+        """The text beside the tensors."""
+        ...
+
+    def tensor(self, name: str) -> torch.Tensor:
+        """One tensor."""
+        ...
+
+    def part(self, name: str, slices: tuple[slice, ...]) -> torch.Tensor:
+        """A part of a tensor, one slice a dim."""
+        ...
 
 
 class Told(Protocol):
@@ -131,8 +147,14 @@ def capture(
     step: int,
     loss: float | None,
     evaluation: Mapping[str, float] | None = None,
+    *,
+    whole_everywhere: bool = False,
 ) -> TrainingState:
-    """The state of ``parts`` after ``step`` steps on this rank, and how it was evaluated then."""
+    """The state of ``parts`` after ``step`` steps on this rank, and how it was evaluated then.
+
+    ``whole_everywhere``: it has all that a rank of this place needs, also what a checkpoint has of
+    another rank.
+    """
     model = model_state(parts.model)
     changed_by_update = {
         name: tensor
@@ -144,7 +166,7 @@ def capture(
     # Modules compute with whole copies of sharded parameters. Anything else, buffers above all,
     # they may change in a forward pass.
     sharded = {name for name, tensor in model.items() if isinstance(tensor, DTensor)}
-    entries = local_shards(state, parts.gang.mesh)
+    entries = local_shards(state, parts.gang.mesh, all_save=whole_everywhere)
     tensors = {entry.fqn: entry.tensor for entry in entries}
     tensors |= random_tensors(parts.gang.device)
     if parts.gang.rank == 0:
@@ -177,7 +199,7 @@ def capture(
     return TrainingState(step, loss, tensors, as_text(about), lasting, evaluation or {})
 
 
-def restore(parts: TrainedParts, readers: Iterable[ShardReader]) -> None:
+def restore(parts: TrainedParts, readers: Iterable[Reader]) -> None:
     """Fills the parts from the files of all ranks that saved.
 
     Args:
@@ -264,7 +286,7 @@ def as_text(about: Mapping[str, Any]) -> dict[str, str]:
     return {_KEY: json.dumps({"version": _VERSION, **about})}
 
 
-def about_of(reader: ShardReader) -> dict[str, Any]:
+def about_of(reader: Reader) -> dict[str, Any]:
     """What ``as_text`` was given.
 
     Raises:
@@ -276,7 +298,7 @@ def about_of(reader: ShardReader) -> dict[str, Any]:
     return about
 
 
-def saved_shards(reader: ShardReader, boxes: Mapping[str, Any]) -> Iterator[SavedShard]:
+def saved_shards(reader: Reader, boxes: Mapping[str, Any]) -> Iterator[SavedShard]:
     """The boxes that a file holds, as ``boxes_of`` told of them."""
     for name, box in boxes.items():
         yield SavedShard(

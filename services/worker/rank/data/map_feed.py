@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Final
 
 from meshloom.data import Batch
@@ -79,6 +79,10 @@ class MapFeed:
         self._share = share
         self._step, self._position = 0, data.order.start
         self._ahead: Iterator[Batch] | None = None
+
+    def of_share(self, share: Share) -> "MapFeed":
+        """Another rank's share of the same data, which is read without workers."""
+        return MapFeed(replace(self._data, workers=None), share)
 
     @property
     def digest(self) -> str:

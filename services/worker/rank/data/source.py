@@ -119,6 +119,10 @@ class AddressedFeed:
         self._source = source
         self._indices = share.places
 
+    def of_share(self, share: Share) -> "AddressedFeed":
+        """Another rank's share of the same data."""
+        return AddressedFeed(self._source, share)
+
     @property
     def digest(self) -> str:
         """The source's."""

@@ -2,7 +2,7 @@
 
 import contextlib
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import Final
 
@@ -35,6 +35,8 @@ def mesh_axes(sizes: MeshPlan) -> dict[str, int]:
 class Gang:
     """A rank among its fellows.
 
+    Where a job continues without lost replicas, the fellows are those of one replica.
+
     Attributes:
         rank: This one.
         world_size: How many there are.
@@ -43,6 +45,8 @@ class Gang:
         device: Where this rank computes.
         mesh: Over all ranks, with the axes of ``mesh_axes``; the engine's collectives run on it.
         control: For small CPU tensors beside the engine's collectives.
+        replica: Which replica the ranks are, among ``replicas`` that do not know of each other here.
+        replicas: How many shares the data has, each for the ranks of one such replica.
     """
 
     rank: int
@@ -52,6 +56,14 @@ class Gang:
     device: torch.device
     mesh: DeviceMesh
     control: ControlChannel
+    replica: int = 0
+    replicas: int = 1
+
+
+def own_mesh(seat: RankSeat) -> MeshPlan:
+    """The mesh of the ranks that meet: of all, or of the seat's replica if it can be lost alone."""
+    mesh = seat.plan.sharding.mesh
+    return replace(mesh, dp_replicate=1) if seat.spec.continues_without_replicas else mesh
 
 
 @contextlib.contextmanager
@@ -78,6 +90,9 @@ def joined(seat: RankSeat, listen_fd: int | None, listener: CollectiveListener) 
             f"plan.mesh: dp_replicate {sizes.dp_replicate} x dp_shard {sizes.dp_shard} x "
             f"tp {sizes.tp} is {sizes.ranks} ranks, and the gang has {world_size}"
         )
+    replicas = sizes.dp_replicate if seat.spec.continues_without_replicas else 1
+    sizes = own_mesh(seat)
+    replica, rank, world_size = (*divmod(seat.rank, sizes.ranks), sizes.ranks)
     device = torch.device(seat.device)
     if device.type == "cuda":
         torch.cuda.set_device(device)
@@ -85,24 +100,33 @@ def joined(seat: RankSeat, listen_fd: int | None, listener: CollectiveListener) 
         seat.store_host,
         seat.store_port,
         world_size,
-        is_master=seat.rank == 0,
+        is_master=rank == 0,
         timeout=_MEETING_TIME,
         wait_for_workers=False,
-        master_listen_fd=listen_fd if seat.rank == 0 else None,
+        master_listen_fd=listen_fd if rank == 0 else None,
     )
     dist.init_process_group(
         "nccl" if device.type == "cuda" else "gloo",
         # A store that outlived an attempt must not introduce its ranks to those of the next.
         store=dist.PrefixStore(f"attempt-{seat.fence}", store),  # type: ignore[attr-defined]  # as above
-        rank=seat.rank,
+        rank=rank,
         world_size=world_size,
         device_id=device if device.type == "cuda" else None,
     )
     axes = mesh_axes(sizes)
     mesh = init_device_mesh(device.type, tuple(axes.values()), mesh_dim_names=tuple(axes))
     control = ControlChannel(dist.new_group(backend="gloo"), listener)
-    data_rank = seat.rank // sizes.tp
-    yield Gang(seat.rank, world_size, data_rank, sizes.data_ranks, device, mesh, control)
+    yield Gang(
+        rank,
+        world_size,
+        rank // sizes.tp,
+        sizes.data_ranks,
+        device,
+        mesh,
+        control,
+        replica,
+        replicas,
+    )
     _part(control)
 
 

@@ -4,7 +4,7 @@ import contextlib
 import functools
 import hashlib
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -24,7 +24,7 @@ from services.worker.rank.data.feeds import feed_of
 from services.worker.rank.data.samples import own_random_state, seed_all
 from services.worker.rank.data.share import Share
 from services.worker.rank.data.source import DataMismatchError, Feed, sample_length
-from services.worker.rank.gang.groups import Gang
+from services.worker.rank.gang.groups import Gang, own_mesh
 from services.worker.rank.loop.board_watch import BoardWatch
 from services.worker.rank.loop.early_stop import EarlyStop
 from services.worker.rank.loop.parts import built_by_meta, made_data, trainable_of
@@ -147,16 +147,19 @@ def build(seat: RankSeat, gang: Gang, watch: BoardWatch) -> Run:
         DataMismatchError: The ranks see different data.
     """
     spec = seat.spec
-    if spec.train.global_batch % gang.data_ranks:
+    data_ranks = gang.data_ranks * gang.replicas
+    if spec.train.global_batch % data_ranks:
         raise BatchError(
             f"train.global_batch: {spec.train.global_batch} does not divide by the "
-            f"{gang.data_ranks} data-parallel ranks of this attempt"
+            f"{data_ranks} data-parallel ranks of this attempt"
         )
+    per_rank = spec.train.global_batch // data_ranks
     grant = registry.Grant.of(seat)
     trainable = trainable_of(spec, grant)
     make = _with_mark(trainable.build_model, is_meta=built_by_meta(spec, trainable))
     watch.memory.begin_model()
-    models = sharded_models(make, seat.plan.sharding, gang, spec.train.seed, _owned_by(spec))
+    sharding = replace(seat.plan.sharding, mesh=own_mesh(seat))
+    models = sharded_models(make, sharding, gang, spec.train.seed, _owned_by(spec))
     _observe(models, watch)
     optimizers = _optimizers(spec, trainable, models, grant)
     schedule: Schedule = registry.create(
@@ -167,8 +170,8 @@ def build(seat: RankSeat, gang: Gang, watch: BoardWatch) -> Run:
     with watch.memory.apart(), own_random_state():
         seed_all(derive(spec.train.seed, "data"))
         made = made_data(spec, trainable, grant)
-        share = Share(spec.train.global_batch // gang.data_ranks, gang.data_rank, gang.data_ranks)
-        data = feed_of(made, share, spec.train.seed)
+        place = gang.replica * gang.data_ranks + gang.data_rank
+        data = feed_of(made, Share(per_rank, place, data_ranks), spec.train.seed)
     check_tokenizer(data.tokenizer_size, models.whole)
     if not gang.control.agree_on(_fingerprint(data.digest)):
         raise DataMismatchError(
@@ -197,7 +200,7 @@ def build(seat: RankSeat, gang: Gang, watch: BoardWatch) -> Run:
         schedule=schedule,
         data=data,
         micro_batch=(
-            default_micro_batch(spec.train.global_batch // gang.data_ranks, sample_length(sample))
+            default_micro_batch(per_rank, sample_length(sample))
             if spec.train.micro_batch == "auto"
             else spec.train.micro_batch
         ),

@@ -126,14 +126,18 @@ def _trained(
         context.norm,
         run.optimizers.first_rate * run.schedule(step),
         share.counted,
-        {**dict(zip(names, metrics, strict=True)), **_scaled(run, context)},
+        {**dict(zip(names, metrics, strict=True)), **note_scale(run, context)},
         share.data_wait_s,
         context.has_overflowed,
     )
 
 
-def _scaled(run: Run, context: LoopContext) -> Mapping[str, float]:
-    """Takes note of whether the step was skipped; the figures of it."""
+def note_scale(run: Run, context: LoopContext) -> Mapping[str, float]:
+    """Takes note of whether the step was skipped; the figures of it.
+
+    Raises:
+        NonFiniteLossError: So many were in a row that no scale of the loss will do.
+    """
     if run.scaler is None:
         return {}
     run.scaler.now = now = run.scaler.now.after(overflowed=context.has_overflowed)

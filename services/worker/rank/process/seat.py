@@ -8,6 +8,7 @@ import contextlib
 import faulthandler
 import importlib
 import os
+import select
 import sys
 import threading
 import time
@@ -57,8 +58,13 @@ class AgentPipe:
             while left:
                 left = left[os.write(self._end.writing, left) :]
 
-    def poll_orders(self) -> list[RankOrder]:
-        """The orders that came since the last call, oldest first; never blocks."""
+    def poll_orders(self, within_s: float = 0.0) -> list[RankOrder]:
+        """The orders that came since the last call, oldest first.
+
+        ``within_s``: how long to wait for the first, if none is there.
+        """
+        if within_s:
+            select.select([self._end.reading], [], [], within_s)
         while True:
             try:
                 received = os.read(self._end.reading, _READ_BYTES)

@@ -1,6 +1,6 @@
 // Written by `npm run types` from tests/controller/openapi.json; not to be edited.
-// document 55f4ad29225b49cff93a9e44adde9c1e8fb0a7ac2599ce756a082a5bb077fe75
-// types 62375147217f770ecdf161fb75d6cbd0b0aed90efe87c86e52ffccf3fa99ad18
+// document 1fd99324cdf1408fe973e27df99f774dcdf1a8158a3d7b565db554e079b581eb
+// types 3ff8d4e383dcd9a66ad57c5b88aba2e144b63abc7ef0663d4510fb6d137426e2
 
 export type paths = Record<string, never>;
 export type webhooks = Record<string, never>;
@@ -47,6 +47,8 @@ export interface components {
             mesh: components["schemas"]["MeshPlan"] | null;
             /** Node Ids */
             node_ids: string[];
+            /** @description null: the loss of any rank ends the attempt */
+            replicas: components["schemas"]["ReplicasView"] | null;
             /** Resumed From */
             resumed_from: string | null;
             /**
@@ -757,7 +759,8 @@ export interface components {
          *     ``on_nan``: a loss or gradient that is no finite number ends the job (``stop``), or its attempt,
          *     and the next one goes on from the last committed checkpoint (``rollback``, a counted restart).
          *     ``hang_timeout_s``: for how long no rank may make progress between steps; ``auto`` is 5 s or
-         *     three usual steps, whichever is longer.
+         *     three usual steps, whichever is longer. ``on_replica_loss``: with ``continue`` replicas that live
+         *     train on without a lost one, which gets its state back from their memory.
          */
         FaultSpec: {
             /**
@@ -779,6 +782,11 @@ export interface components {
              * @enum {string}
              */
             on_nan: "stop" | "rollback";
+            /**
+             * On Replica Loss
+             * @description continue: when a replica (mesh.dp_replicate) is lost, the others train on and it returns; null: the attempt ends and the job restarts.
+             */
+            on_replica_loss?: "continue" | null;
         };
         /**
          * FromPlan
@@ -1054,6 +1062,8 @@ export interface components {
              * @description why it is in this state
              */
             reason: string | null;
+            /** @description those of the newest attempt, if it continues without lost ones */
+            replicas: components["schemas"]["ReplicasView"] | null;
             /**
              * Restarts
              * @default 0
@@ -2220,6 +2230,32 @@ export interface components {
             unit: string | null;
         };
         /**
+         * ReplicasView
+         * @description The replicas of an attempt that continues without lost ones.
+         */
+        ReplicasView: {
+            /**
+             * Count
+             * @description how many the mesh has
+             */
+            count: number;
+            /**
+             * Lost
+             * @description how often one was lost
+             */
+            lost: number;
+            /**
+             * Present
+             * @description how many take part now; 0 until all have begun
+             */
+            present: number;
+            /**
+             * Returned
+             * @description how often one came back
+             */
+            returned: number;
+        };
+        /**
          * ReservationState
          * @description What is wanted of nodes of a pool, and how far that is.
          *
@@ -3184,6 +3220,7 @@ export type RankMemory = components['schemas']['RankMemory'];
 export type RankPlacement = components['schemas']['RankPlacement'];
 export type RankStacks = components['schemas']['RankStacks'];
 export type RankView = components['schemas']['RankView'];
+export type ReplicasView = components['schemas']['ReplicasView'];
 export type ReservationState = components['schemas']['ReservationState'];
 export type ReservationView = components['schemas']['ReservationView'];
 export type ResourcesPatch = components['schemas']['ResourcesPatch'];

@@ -126,6 +126,12 @@ function Head({ job }: { job: JobView }) {
         <Stat label="Mesh" hint={job.estimate?.reason ?? ""}>
           {mesh(job)}
         </Stat>
+        {job.replicas ? (
+          <Stat label="Replicas" hint="Of a job that continues without lost ones">
+            {job.replicas.present}
+            <span className="muted"> of {job.replicas.count} present</span>
+          </Stat>
+        ) : null}
         <Stat label="Attempt" hint="Its number is the fence">
           {job.attempt || DASH}
           {job.restarts > 0 ? <span className="muted"> ({job.restarts} {job.restarts === 1 ? "restart" : "restarts"})</span> : null}

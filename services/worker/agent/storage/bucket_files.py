@@ -1,0 +1,297 @@
+"""The storage in a bucket: all nodes see its objects, and each node has a folder with copies of them.
+
+Ranks hold no credentials. They write and read the folder, as they do everywhere; their agent uploads what
+they wrote before it forwards their votes, and has fetched what they load before it forks them::
+
+    bucket                                              who writes it, when
+    <prefix>/<job>/chain/opened-0001, 00000001.json     the agent of any node, when an attempt is opened
+    <prefix>/<job>/job.json                             the same agent, behind that
+    <prefix>/<job>/shards/<checkpoint>/…                the agent of each rank, before it forwards its vote
+    <prefix>/<job>/chain/00000002.json                  the agent of rank 0: one conditional write, the commit
+
+Copies of records are compared with the bucket at each reading. Copies of shards are bounded: those that the
+bucket has may go, the longest unused ones first.
+"""
+
+import contextlib
+import hashlib
+import os
+import secrets
+import threading
+from collections import OrderedDict
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Final
+
+import structlog
+
+from services.contract.storage.bucket import Bucket, NoConditionalWritesError
+from services.contract.storage.commit_chain import DRAFT_PREFIX
+from services.contract.storage.job_cards import CARD
+from services.contract.storage.manifests import ShardFile
+from services.contract.system.durable import make_folders, sync_folder, write_new
+from services.contract.words.ids import is_job_id
+from services.worker.agent.host.removal import remove_tree, remove_what_can_be
+from services.worker.agent.storage.identity import BYTES, IDENTITY, NAME
+from services.worker.agent.storage.shard_check import digest_fault, fault_of, size_fault
+
+_LOCKS: Final = 64
+_FETCHES: Final = 2
+_CLOSED: Final = ".gz"
+_log = structlog.get_logger()
+_Version = tuple[str, int, int]
+
+
+class BucketFiles:
+    """``SharedFiles`` in a bucket.
+
+    Args:
+        bucket: The objects.
+        root: This node's copies; no other agent uses the folder.
+        most_bytes: Of copies of shards that the bucket has.
+    """
+
+    def __init__(self, bucket: Bucket, root: Path, most_bytes: int) -> None:
+        self._bucket = bucket
+        self._root = root
+        self._most_bytes = most_bytes
+        # A pull that listed before a link must not remove what that has put there.
+        self._locks = [threading.Lock() for _ in range(_LOCKS)]
+        self._versions: dict[Path, _Version] = {}
+        self._counting = threading.Lock()
+        self._copies: OrderedDict[Path, int] = OrderedDict()
+        self._loading: dict[str, set[Path]] = {}
+
+    @property
+    def root(self) -> Path:
+        """See ``SharedFiles.root``."""
+        return self._root
+
+    def identity(self) -> str | None:
+        """See ``SharedFiles.identity``."""
+        try:
+            try:
+                text = self._bucket.read(NAME)[0]
+            except FileNotFoundError:
+                with contextlib.suppress(FileExistsError):
+                    self._bucket.create(NAME, secrets.token_hex(BYTES).encode())
+                text = self._bucket.read(NAME)[0]
+        except OSError:
+            return None
+        name = text.decode("ascii", "replace")
+        return name if IDENTITY.fullmatch(name) else None
+
+    def fault(self) -> str | None:
+        """See ``SharedFiles.fault``: tries each right that is needed, and the condition of writes."""
+        name = f".tried-{secrets.token_hex(8)}"
+        try:
+            self._bucket.prove_conditional_writes()
+            self._bucket.replace(name, b"tried")
+            self._bucket.read(name)
+            self._bucket.folders("")
+            self._bucket.remove(name)
+        except NoConditionalWritesError as error:
+            return str(error)
+        except OSError as error:
+            return f"{error}; nodes must be allowed to list, read, write and delete objects and uploads there"
+        return None
+
+    def pull(self, folder: Path) -> None:
+        """See ``RecordFiles.pull``."""
+        with self._lock(folder):
+            there = self._bucket.names(self._name(folder))
+            for path in self._here(folder):
+                if path.name not in there:
+                    path.unlink(missing_ok=True)
+                    self._versions.pop(path, None)
+            for name, (_, etag) in there.items():
+                here = _version(folder / name, etag)
+                if here is None or here != self._versions.get(folder / name):
+                    self._bring(folder / name)
+
+    def holds(self, folder: Path) -> bool:
+        """See ``RecordFiles.holds``."""
+        name = self._name(folder)
+        return bool(self._bucket.names(name) or self._bucket.folders(name))
+
+    def link(self, draft: Path, path: Path) -> None:
+        """See ``RecordFiles.link``."""
+        with self._lock(path.parent):
+            content = draft.read_bytes()
+            etag = self._bucket.create(self._name(path), content)
+            self._put(path, content, etag)
+
+    def touch(self, path: Path) -> None:
+        """See ``RecordFiles.touch``."""
+        with self._lock(path.parent):
+            self._put(path, b"", self._bucket.replace(self._name(path), b""))
+
+    def folders(self, parent: Path, pattern: str) -> list[Path]:
+        """See ``RecordFiles.folders``: what is only here counts, too; its upload may have begun or not."""
+        there = {parent / name for name in self._bucket.folders(self._name(parent))}
+        return sorted(path for path in {*there, *parent.glob("*")} if path.match(pattern))
+
+    def jobs(self) -> list[str]:
+        """See ``SharedFiles.jobs``."""
+        return sorted(filter(is_job_id, self._bucket.folders("")))
+
+    def pull_file(self, path: Path) -> None:
+        """See ``SharedFiles.pull_file``."""
+        with self._lock(path.parent):
+            self._bring(path)
+
+    def pull_missing(self, folder: Path) -> None:
+        """See ``SharedFiles.pull_missing``."""
+        with self._lock(folder):
+            for name, (size, _) in self._bucket.names(self._name(folder)).items():
+                path = folder / name
+                # A closed file is written anew by any node; what grows is written by one.
+                if name.endswith(_CLOSED) or not path.exists() or path.lstat().st_size < size:
+                    self._download(path)
+
+    def publish(self, path: Path, go_on: Callable[[], None] = lambda: None) -> None:
+        """See ``SharedFiles.publish``."""
+        if os.path.lexists(path):
+            self._bucket.upload(self._name(path), path, go_on)
+            if self._is_shard(path):
+                self._count(path)
+        else:
+            self._bucket.delete(self._name(path))
+
+    def fetch(self, path: Path, shard: ShardFile, for_job: str) -> None:
+        """See ``SharedFiles.fetch``."""
+        with self._counting:
+            self._loading.setdefault(for_job, set()).add(path)
+        with self._lock(path):
+            for _ in range(_FETCHES):
+                if path.exists() and fault_of(path, shard) is None:
+                    break
+                try:
+                    self._download(path)
+                except FileNotFoundError:  # whoever loads it tells
+                    return
+            else:
+                _log.warning("fetched_shard_is_damaged", file=str(path))
+        self._count(path)
+
+    def release(self, job_id: str) -> None:
+        """See ``SharedFiles.release``."""
+        with self._counting:
+            self._loading.pop(job_id, None)
+
+    def drop_copy(self, folder: Path) -> None:
+        """See ``SharedFiles.drop_copy``."""
+        self._forget_below(folder)
+        remove_what_can_be(folder)
+
+    def size(self, path: Path) -> int:
+        """See ``SharedFiles.size``."""
+        return self._bucket.size(self._name(path))
+
+    def fault_of(self, path: Path, shard: ShardFile) -> str | None:
+        """See ``SharedFiles.fault_of``."""
+        digest, size = hashlib.sha256(), 0
+        try:
+            for part in self._bucket.parts(self._name(path)):
+                digest.update(part)
+                size += len(part)
+        except FileNotFoundError:
+            return "the file is missing"
+        return size_fault(size, shard) or digest_fault(digest.hexdigest(), shard)
+
+    def remove(self, path: Path) -> None:
+        """See ``SharedFiles.remove``."""
+        if not path.name.startswith(DRAFT_PREFIX):  # drafts are never uploaded
+            self._bucket.remove(self._name(path))
+        self._forget_below(path)
+        if os.path.lexists(path):
+            remove_tree(path)
+
+    def discard_job(self, job_id: str) -> None:
+        """See ``SharedFiles.discard_job``: the card first, by which it would be found, and its fences last."""
+        self._bucket.delete(f"{job_id}/{CARD}")
+        for folder in sorted(self._bucket.folders(job_id) - {"chain"}):
+            self._bucket.remove(f"{job_id}/{folder}")
+        self.remove(self._root / job_id)
+
+    def forget_copies(self) -> None:
+        """See ``SharedFiles.forget_copies``: shards; ranks of an earlier life whose uploads may be missing have died with it."""
+        for folder in self._root.glob("job_*/shards"):
+            remove_what_can_be(folder)
+
+    def _lock(self, path: Path) -> threading.Lock:
+        return self._locks[hash(path) % _LOCKS]
+
+    def _name(self, path: Path) -> str:
+        return path.relative_to(self._root).as_posix()
+
+    def _is_shard(self, path: Path) -> bool:
+        return "shards" in path.relative_to(self._root).parts
+
+    def _here(self, folder: Path) -> Iterator[Path]:
+        if folder.is_dir():
+            yield from (p for p in folder.iterdir() if not p.name.startswith(DRAFT_PREFIX))
+
+    def _bring(self, path: Path) -> None:
+        try:
+            content, etag = self._bucket.read(self._name(path))
+        except FileNotFoundError:
+            path.unlink(missing_ok=True)
+            self._versions.pop(path, None)
+        else:
+            self._put(path, content, etag)
+
+    def _put(self, path: Path, content: bytes, etag: str) -> None:
+        make_folders(path.parent, self._root)
+        draft = path.with_name(f"{DRAFT_PREFIX}{secrets.token_hex(8)}")
+        try:
+            write_new(draft, content)
+            draft.replace(path)
+        finally:
+            draft.unlink(missing_ok=True)
+        version = _version(path, etag)
+        if version is not None:
+            self._versions[path] = version
+
+    def _download(self, path: Path) -> None:
+        """Put the object in the place of what is here, whole or not at all."""
+        parts = self._bucket.parts(self._name(path))
+        make_folders(path.parent, self._root)
+        draft = path.with_name(f"{DRAFT_PREFIX}{secrets.token_hex(8)}")
+        try:
+            with draft.open("xb") as file:
+                for part in parts:
+                    file.write(part)
+            draft.replace(path)
+        finally:
+            draft.unlink(missing_ok=True)
+        sync_folder(path.parent)
+
+    def _count(self, path: Path) -> None:
+        """The bucket has it: it may go. Remove what is too much of such copies, the longest unused first."""
+        with self._counting, contextlib.suppress(FileNotFoundError):
+            self._copies[path] = path.lstat().st_size
+            self._copies.move_to_end(path)
+            loading = set().union(*self._loading.values())
+            for old in list(self._copies):
+                if sum(self._copies.values()) <= self._most_bytes:
+                    break
+                if old not in loading:
+                    del self._copies[old]
+                    old.unlink(missing_ok=True)
+
+    def _forget_below(self, path: Path) -> None:
+        with self._counting:
+            for known in [each for each in self._copies if each.is_relative_to(path)]:
+                del self._copies[known]
+        for known in [each for each in list(self._versions) if each.is_relative_to(path)]:
+            self._versions.pop(known, None)
+
+
+def _version(path: Path, etag: str) -> _Version | None:
+    """Which content is here: that of this ETag, as long as nobody has changed the file since."""
+    try:
+        about = path.lstat()
+    except OSError:
+        return None
+    return etag, about.st_mtime_ns, about.st_ino

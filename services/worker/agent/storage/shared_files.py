@@ -1,0 +1,187 @@
+"""The storage as an agent uses it: the folder that all nodes mount, or a bucket and this node's copies."""
+
+import os
+import secrets
+from collections.abc import Callable
+from pathlib import Path
+from typing import Protocol
+
+from services.contract.storage.job_cards import jobs_in
+from services.contract.storage.manifests import ShardFile
+from services.contract.storage.record_files import FolderRecords, RecordFiles
+from services.contract.storage.storage_address import BucketAddress
+from services.contract.system.durable import sync_folder
+from services.worker.agent.host.removal import remove_tree
+from services.worker.agent.storage.identity import storage_identity
+from services.worker.agent.storage.shard_check import fault_of
+
+
+class SharedFiles(RecordFiles, Protocol):
+    """Files below a storage root, of which some are shards. Blocking: run in threads.
+
+    ``root``: where this node, and its ranks, have them as files. Every method may raise OSError: the storage
+    refuses, or does not answer.
+    """
+
+    @property
+    def root(self) -> Path: ...  # noqa: D102 the class says it
+
+    def identity(self) -> str | None:
+        """The name that the storage has for all nodes that share it; None where it cannot be read or written."""
+        ...
+
+    def fault(self) -> str | None:
+        """Why no job can use the storage, in words that follow its address; None where all is well."""
+        ...
+
+    def jobs(self) -> list[str]:
+        """The ids of all jobs of which the storage holds anything, oldest first."""
+        ...
+
+    def pull_file(self, path: Path) -> None:
+        """Have ``path`` be the record that all nodes see there, or nothing."""
+        ...
+
+    def pull_missing(self, folder: Path) -> None:
+        """Have ``folder`` hold what all nodes see there beside what is only here, and longer here."""
+        ...
+
+    def publish(self, path: Path, go_on: Callable[[], None] = lambda: None) -> None:
+        """Have all nodes see the file at ``path``, or that there is none; whole or not at all.
+
+        Args:
+            path: The file.
+            go_on: Called now and then; what it raises ends it.
+        """
+        ...
+
+    def fetch(self, path: Path, shard: ShardFile, for_job: str) -> None:
+        """Have ``path`` be the shard file that all nodes see there, if there is one.
+
+        It stays here until ``for_job`` is released. One that is damaged is there as it is: whoever loads it finds that out.
+        """
+        ...
+
+    def release(self, job_id: str) -> None:
+        """Nothing loads here for the job any more."""
+        ...
+
+    def drop_copy(self, folder: Path) -> None:
+        """Remove what this node has of a folder that others see, if that is a copy."""
+        ...
+
+    def size(self, path: Path) -> int:
+        """Bytes of the file that all nodes see.
+
+        Raises:
+            FileNotFoundError: There is none.
+        """
+        ...
+
+    def fault_of(self, path: Path, shard: ShardFile) -> str | None:
+        """What of a shard file, as all nodes see it, is not as its rank voted; None where all is."""
+        ...
+
+    def remove(self, path: Path) -> None:
+        """Remove a file or a folder, for all nodes.
+
+        Raises:
+            FileNotFoundError: There is none, here or for others.
+        """
+        ...
+
+    def discard_job(self, job_id: str) -> None:
+        """Remove all of a job, so that nothing of it is found from the beginning on."""
+        ...
+
+    def forget_copies(self) -> None:
+        """Remove what earlier lives of the agent have left here that is no longer of use."""
+        ...
+
+
+class FolderFiles(FolderRecords):
+    """``SharedFiles`` in a folder that all nodes mount."""
+
+    def __init__(self, root: Path) -> None:
+        self._root = root
+
+    @property
+    def root(self) -> Path:
+        """See ``SharedFiles.root``."""
+        return self._root
+
+    def identity(self) -> str | None:
+        """See ``SharedFiles.identity``."""
+        return storage_identity(self._root)
+
+    def fault(self) -> str | None:
+        """See ``SharedFiles.fault``: what a disk lacks is told when it is written to."""
+        return None
+
+    def jobs(self) -> list[str]:
+        """See ``SharedFiles.jobs``."""
+        return jobs_in(self._root)
+
+    def pull_file(self, path: Path) -> None:
+        """See ``SharedFiles.pull_file``."""
+
+    def pull_missing(self, folder: Path) -> None:
+        """See ``SharedFiles.pull_missing``."""
+
+    def publish(self, path: Path, go_on: Callable[[], None] = lambda: None) -> None:
+        """See ``SharedFiles.publish``."""
+
+    def fetch(self, path: Path, shard: ShardFile, for_job: str) -> None:
+        """See ``SharedFiles.fetch``."""
+
+    def release(self, job_id: str) -> None:
+        """See ``SharedFiles.release``."""
+
+    def drop_copy(self, folder: Path) -> None:
+        """See ``SharedFiles.drop_copy``."""
+
+    def size(self, path: Path) -> int:
+        """See ``SharedFiles.size``."""
+        return path.stat().st_size
+
+    def fault_of(self, path: Path, shard: ShardFile) -> str | None:
+        """See ``SharedFiles.fault_of``."""
+        return fault_of(path, shard)
+
+    def remove(self, path: Path) -> None:
+        """See ``SharedFiles.remove``."""
+        remove_tree(path)
+
+    def discard_job(self, job_id: str) -> None:
+        """See ``SharedFiles.discard_job``: renamed first, however long its files take to be removed."""
+        folder = self._root / job_id
+        if os.path.lexists(folder):
+            folder.rename(self._root / f".purged-{job_id}-{secrets.token_hex(8)}")
+            sync_folder(self._root)
+        for left in self._root.glob(f".purged-{job_id}-*"):
+            remove_tree(left)
+
+    def forget_copies(self) -> None:
+        """See ``SharedFiles.forget_copies``."""
+
+
+def shared_files(
+    address: Path | BucketAddress, folder: Path, most_copies_bytes: int
+) -> SharedFiles:
+    """The storage at ``address``; of a bucket with this node's copies in ``folder``.
+
+    Raises:
+        ImportError: It is a bucket, and boto3 is not installed.
+    """
+    if isinstance(address, Path):
+        return FolderFiles(address)
+    # Only here, for a node without a bucket need not have boto3.
+    from services.contract.storage.bucket import Bucket  # noqa: PLC0415
+    from services.worker.agent.storage.bucket_files import BucketFiles  # noqa: PLC0415
+
+    return BucketFiles(Bucket(address), folder, most_copies_bytes)
+
+
+def as_shared(files: SharedFiles | Path) -> SharedFiles:
+    """``files``, or those of the folder that all nodes mount."""
+    return FolderFiles(files) if isinstance(files, Path) else files

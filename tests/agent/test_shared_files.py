@@ -1,0 +1,451 @@
+"""The storage keeps its promises in a folder and in a bucket: the same cases on both.
+
+The bucket's server is moto's, in a process of its own. Each node has a ``Storage`` of its own; in a bucket with
+a folder of copies that no other node sees.
+"""
+
+import asyncio
+import hashlib
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+
+from services.contract.messages.commands import (
+    CommitCheckpoint,
+    ExportCheckpoint,
+    KeepStanding,
+    PurgeJob,
+    RetireCheckpoint,
+    VerifyCheckpoint,
+)
+from services.contract.messages.facts import (
+    CheckpointCorrupt,
+    CheckpointLinked,
+    CheckpointLost,
+    CheckpointUnread,
+    CheckpointVerified,
+    ExportFailed,
+    JobFound,
+)
+from services.contract.messages.rank_pipe import RankVote
+from services.contract.storage.bucket import Bucket
+from services.contract.storage.commit_chain import CommitChain
+from services.contract.storage.manifests import Manifest, ShardFile
+from services.contract.storage.storage_address import BucketAddress
+from services.contract.words.ids import checkpoint_id
+from services.contract.words.states import JobState
+from services.worker.agent.gangs.vote_check import VoteCheck
+from services.worker.agent.storage.bucket_files import BucketFiles
+from services.worker.agent.storage.exporter import Exporter
+from services.worker.agent.storage.job_storage import Storage, purge
+from tests.agent.conftest import JOB, launch
+from tests.parts import ROOT
+from tests.s3_server import BUCKET, Fault, S3Server, s3_server
+
+CONTENT = b"what a rank has trained"
+SHARD = ShardFile(
+    rank=0, name="rank-0.bin", bytes=len(CONTENT), sha256=hashlib.sha256(CONTENT).hexdigest()
+)
+PART = 5 << 20
+NODES = ("node-1", "node-2")
+
+
+@dataclass
+class Place:
+    """One storage, seen from several nodes, and how a test looks at it or damages it.
+
+    ``server`` None: in a folder.
+    """
+
+    folder: Path
+    server: S3Server | None
+    prefix: str
+    most_copies: int = 1 << 30
+    storages: dict[str, Storage] = field(default_factory=dict)
+
+    def on(self, node: str) -> Storage:
+        """The storage as ``node`` uses it."""
+        if node not in self.storages:
+            files = self.folder
+            if self.server is not None:
+                bucket = Bucket(BucketAddress(BUCKET, self.prefix), PART)
+                copies = self.folder / "copies" / node
+                self.storages[node] = Storage(BucketFiles(bucket, copies, self.most_copies), node)
+            else:
+                self.storages[node] = Storage(files, node)
+        return self.storages[node]
+
+    def names(self, below: str = JOB) -> set[str]:
+        """All files that all nodes see, drafts not."""
+        if self.server is None:
+            found = {
+                path.relative_to(self.folder) for path in self.folder.rglob("*") if path.is_file()
+            }
+            names = {path.as_posix() for path in found}
+        else:
+            names = {key.removeprefix(f"{self.prefix}/") for key in self.server.keys(self.prefix)}
+        return {name.removeprefix(f"{below}/") for name in names if name.startswith(f"{below}/")}
+
+    def damage(self, name: str, content: bytes) -> None:
+        """Put something else in the place of a file that all nodes see."""
+        if self.server is None:
+            (self.folder / JOB / name).write_bytes(content)
+        else:
+            key = f"{self.prefix}/{JOB}/{name}"
+            self.server.client().put_object(Bucket=BUCKET, Key=key, Body=content)
+
+    def save(self, node: str, step: int, fence: int = 1, content: bytes = CONTENT) -> Manifest:
+        """What rank 0 writes on this node; its agent has all nodes see it, before it votes."""
+        name = checkpoint_id(JOB, step, fence)
+        storage = self.on(node)
+        path = CommitChain(storage.root, JOB).shard_folder(name) / SHARD.name
+        path.parent.mkdir(parents=True)
+        path.write_bytes(content)
+        storage.files.publish(path)
+        return Manifest(
+            job_id=JOB, checkpoint_id=name, fence=fence, step=step, world_size=1, shards=(SHARD,)
+        )
+
+    def committed(self, node: str) -> list[int]:
+        """The steps of the checkpoints that this node sees as committed."""
+        return [manifest.step for manifest in self.on(node).chain(JOB).committed()]
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[S3Server]:
+    with s3_server() as server:
+        yield server
+
+
+@pytest.fixture(params=["folder", "bucket"])
+def place(
+    request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[Place]:
+    if request.param == "folder":
+        yield Place(tmp_path / "storage", None, "")
+        return
+    yield from _in_bucket(request, tmp_path, monkeypatch)
+
+
+@pytest.fixture
+def bucket(
+    request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[Place]:
+    yield from _in_bucket(request, tmp_path, monkeypatch)
+
+
+def _in_bucket(
+    request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[Place]:
+    server = request.getfixturevalue("server")
+    for name, value in server.environment.items():
+        monkeypatch.setenv(name, value)
+    yield Place(tmp_path, server, tmp_path.name)
+    server.mend()
+
+
+def commit(manifest: Manifest) -> CommitCheckpoint:
+    return CommitCheckpoint(job_id=JOB, fence=manifest.fence, manifest=manifest)
+
+
+def verify(manifest: Manifest) -> VerifyCheckpoint:
+    return VerifyCheckpoint(job_id=JOB, fence=1, checkpoint_id=manifest.checkpoint_id)
+
+
+def test_what_one_node_commits_another_one_loads(place: Place) -> None:
+    place.on("node-1").open_attempt(launch(1))
+    manifest = place.save("node-1", 3)
+    assert isinstance(place.on("node-1").commit(commit(manifest)), CheckpointLinked)
+    resumed = launch(2).model_copy(update={"resume_from": manifest.checkpoint_id})
+    other = place.on("node-2")
+    other.open_attempt(resumed)
+    # As ranks read: the folder of their node, and nothing else.
+    chain = CommitChain(other.root, JOB)
+    assert chain.find(manifest.checkpoint_id) == manifest
+    assert (chain.shard_folder(manifest.checkpoint_id) / SHARD.name).read_bytes() == CONTENT
+
+
+def test_a_checkpoint_whose_shard_is_not_there_is_not_committed(place: Place) -> None:
+    place.on("node-1").open_attempt(launch(1))
+    manifest = place.save("node-1", 3).model_copy(
+        update={"shards": (SHARD, SHARD.model_copy(update={"rank": 1, "name": "rank-1.bin"}))}
+    )
+    assert isinstance(place.on("node-1").commit(commit(manifest)), CheckpointLost)
+    assert place.committed("node-2") == []
+
+
+def test_two_nodes_that_commit_at_once_both_stand_in_the_chain_and_one_record_once(
+    place: Place,
+) -> None:
+    place.on("node-1").open_attempt(launch(1))
+    first, second = place.save("node-1", 1), place.save("node-2", 2)
+    told: list[object] = []
+
+    def run(node: str, manifest: Manifest) -> None:
+        told.append(place.on(node).commit(commit(manifest)))
+
+    threads = [threading.Thread(target=run, args=(n, m)) for n in NODES for m in (first, second)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    numbers = {
+        (fact.number, fact.manifest.step) for fact in told if isinstance(fact, CheckpointLinked)
+    }
+    assert len(told) == 4
+    assert sorted(number for number, _ in numbers) == [2, 3]
+    assert sorted(place.committed("node-1")) == sorted(place.committed("node-2")) == [1, 2]
+
+
+def test_an_overtaken_attempt_commits_nothing_and_what_it_wrote_goes(place: Place) -> None:
+    place.on("node-1").open_attempt(launch(1))
+    late = place.save("node-1", 3)
+    place.on("node-2").open_attempt(launch(2))
+    fact = place.on("node-1").commit(commit(late))
+    assert isinstance(fact, CheckpointLost)
+    assert place.committed("node-1") == []
+    assert not {name for name in place.names() if name.startswith("shards")}
+
+
+def test_a_commit_whose_answer_is_lost_is_one_commit(bucket: Place) -> None:
+    assert bucket.server is not None
+    bucket.on("node-1").open_attempt(launch(1))
+    manifest = bucket.save("node-1", 3)
+    bucket.server.fail(Fault(methods=("PUT",), within="chain", code="", status=500, times=1))
+    fact = bucket.on("node-1").commit(commit(manifest))
+    assert isinstance(fact, CheckpointLinked)
+    assert fact.number == 2
+    assert bucket.names() >= {"chain/00000002.json"}
+    assert "chain/00000003.json" not in bucket.names()
+
+
+def test_a_damaged_shard_is_found_and_a_damaged_record_is_passed_over(place: Place) -> None:
+    storage = place.on("node-1")
+    storage.open_attempt(launch(1))
+    good, bad, lost = (place.save("node-1", step) for step in (1, 2, 3))
+    for manifest in (good, bad, lost):
+        storage.commit(commit(manifest))
+    shard = f"shards/{bad.checkpoint_id}/{SHARD.name}"
+    place.damage(shard, CONTENT[::-1])
+    place.damage("chain/00000004.json", b"{")
+    other = place.on("node-2")
+    assert isinstance(other.verify(verify(good))[-1], CheckpointVerified)
+    found = other.verify(verify(bad))[-1]
+    assert isinstance(found, CheckpointCorrupt)
+    assert (found.file, "sha256" in found.reason) == (shard, True)
+    assert place.committed("node-2") == [1, 2]
+    damage = other.open_attempt(launch(2))
+    assert damage is not None
+    assert [record.name for record in damage.records] == ["00000004.json"]
+
+
+def test_a_rank_that_loads_a_damaged_shard_finds_it_damaged(place: Place) -> None:
+    place.on("node-1").open_attempt(launch(1))
+    manifest = place.save("node-1", 1)
+    place.on("node-1").commit(commit(manifest))
+    place.damage(f"shards/{manifest.checkpoint_id}/{SHARD.name}", b"something else")
+    resumed = launch(2).model_copy(update={"resume_from": manifest.checkpoint_id})
+    place.on("node-2").open_attempt(resumed)
+    folder = CommitChain(place.on("node-2").root, JOB).shard_folder(manifest.checkpoint_id)
+    assert (folder / SHARD.name).read_bytes() == b"something else"
+
+
+def test_retention_removes_for_all_nodes_what_it_retires(place: Place) -> None:
+    storage = place.on("node-1")
+    storage.open_attempt(launch(1))
+    old, new = place.save("node-1", 1), place.save("node-1", 2)
+    for manifest in (old, new):
+        storage.commit(commit(manifest))
+    retired = RetireCheckpoint(job_id=JOB, fence=1, checkpoint_id=old.checkpoint_id)
+    for node in NODES:  # given again it changes nothing
+        place.on(node).retire(retired)
+    assert place.committed("node-2") == [2]
+    shards = {name for name in place.names() if name.startswith("shards")}
+    assert shards == {f"shards/{new.checkpoint_id}/{SHARD.name}"}
+
+
+def test_a_node_that_never_saw_a_job_finds_it_again_as_it_stood(place: Place) -> None:
+    place.on("node-1").open_attempt(launch(1))
+    manifest = place.save("node-1", 3)
+    place.on("node-1").commit(commit(manifest))
+    stands = KeepStanding(job_id=JOB, fence=1, standing=JobState.PAUSED, reason="a person")
+    place.on("node-1").keep_standing(stands)
+    assert place.on("node-2").files.jobs() == [JOB]
+    found = place.on("node-2").find_job(JOB, None, 0)
+    assert isinstance(found, JobFound)
+    assert (found.fence, found.card.standing) == (1, JobState.PAUSED)
+    assert [each.step for each in found.manifests.values()] == [3]
+
+
+def test_a_deleted_job_is_not_found_and_a_purged_one_leaves_nothing(place: Place) -> None:
+    place.on("node-1").open_attempt(launch(1))
+    manifest = place.save("node-1", 3)
+    place.on("node-1").commit(commit(manifest))
+    assert place.on("node-2").put_card_away(JOB)
+    assert not place.on("node-1").put_card_away(JOB)
+    assert place.on("node-1").find_job(JOB, None, 0) is None
+    for node in NODES:
+        assert purge(place.on(node), PurgeJob(job_id=JOB, fence=1), node).error is None
+    assert place.names() == set()
+    assert place.on("node-2").files.jobs() == []
+    assert place.committed("node-1") == []
+
+
+def test_all_nodes_name_one_storage_alike(place: Place) -> None:
+    names = [place.on(node).files.identity() for node in NODES]
+    assert names[0] is not None
+    assert names[0] == names[1]
+    assert [place.on(node).files.fault() for node in NODES] == [None, None]
+
+
+def test_an_export_of_what_the_bucket_lacks_fails_with_the_reason(place: Place) -> None:
+    storage = place.on("node-1")
+    storage.open_attempt(launch(1))
+    manifest = place.save("node-1", 3)
+    storage.commit(commit(manifest))
+    command = ExportCheckpoint(job_id=JOB, fence=1, checkpoint_id=manifest.checkpoint_id)
+    facts = asyncio.run(Exporter(storage, "node-1", {}).export(command))
+    assert isinstance(facts[-1], ExportFailed)  # its shard is no safetensors file
+    assert not {name for name in place.names() if name.startswith("exports")}
+
+
+# --- what only a bucket does ------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("status", "code"), [(503, "SlowDown"), (403, "AccessDenied")])
+def test_a_vote_waits_for_a_bucket_that_refuses_and_goes_on_when_it_answers(
+    bucket: Place, status: int, code: str
+) -> None:
+    assert bucket.server is not None
+    server = bucket.server
+    storage = bucket.on("node-1")
+    storage.open_attempt(launch(1))
+    name = checkpoint_id(JOB, 3, 1)
+    path = CommitChain(storage.root, JOB).shard_folder(name) / SHARD.name
+    path.parent.mkdir(parents=True)
+    path.write_bytes(CONTENT)
+    server.fail(Fault(methods=("PUT",), within="shards", code=code, status=status))
+
+    async def run() -> tuple[list[str], str | None]:
+        waits: list[str] = []
+        done: asyncio.Future[str | None] = asyncio.get_running_loop().create_future()
+
+        def on_waits(_rank: int, _vote: RankVote, why: str) -> None:
+            if not waits:
+                threading.Thread(target=server.mend).start()
+            waits.append(why)
+
+        def on_checked(_rank: int, _vote: RankVote, fault: str | None) -> None:
+            done.set_result(fault)
+
+        check = VoteCheck(storage.files, JOB, 1, on_checked, on_waits)
+        check.check(0, RankVote(checkpoint_id=name, step=3, shard=SHARD))
+        async with asyncio.timeout(120):
+            fault = await done
+        check.end()
+        return waits, fault
+
+    waits, fault = asyncio.run(run())
+    assert fault is None
+    assert f"answers {code} (HTTP {status})" in waits[0]
+    assert f"shards/{name}/{SHARD.name}" in bucket.names()
+
+
+def test_a_commit_that_the_bucket_refuses_is_told_with_the_condition(bucket: Place) -> None:
+    assert bucket.server is not None
+    storage = bucket.on("node-1")
+    storage.open_attempt(launch(1))
+    manifest = bucket.save("node-1", 3)
+    bucket.server.fail(Fault())
+    fact = storage.commit(commit(manifest))
+    assert isinstance(fact, CheckpointLost)
+    assert fact.condition is not None
+    assert "answers SlowDown (HTTP 503)" in fact.condition
+    told = storage.verify(verify(manifest))
+    assert isinstance(told[-1], CheckpointUnread)
+    assert storage.files.identity() is None
+    assert "answers SlowDown" in str(storage.files.fault())
+    bucket.server.mend()
+    assert isinstance(storage.commit(commit(manifest)), CheckpointLinked)
+
+
+def test_an_agent_killed_within_an_upload_leaves_nothing_that_counts(bucket: Place) -> None:
+    assert bucket.server is not None
+    server, storage = bucket.server, bucket.on("node-1")
+    storage.open_attempt(launch(1))
+    name = checkpoint_id(JOB, 3, 1)
+    path = CommitChain(storage.root, JOB).shard_folder(name) / SHARD.name
+    path.parent.mkdir(parents=True)
+    path.write_bytes(bytes(2 * PART))
+    server.fail(Fault(methods=("PUT",), within="shards", after=1))
+    program = (
+        "import sys; from pathlib import Path; from services.contract.storage.bucket import Bucket\n"
+        "from services.contract.storage.storage_address import BucketAddress\n"
+        "from services.contract.system.durable import StorageAwayError\n"
+        f"bucket = Bucket(BucketAddress('{BUCKET}', '{bucket.prefix}'), {PART})\n"
+        "while True:\n"
+        "    try: bucket.upload(sys.argv[1], Path(sys.argv[2]))\n"
+        "    except StorageAwayError: print('waits', flush=True)\n"
+    )
+    upload = f"{JOB}/shards/{name}/{SHARD.name}"
+    with subprocess.Popen(
+        [sys.executable, "-c", program, upload, str(path)], cwd=ROOT, stdout=subprocess.PIPE
+    ) as agent:
+        assert agent.stdout is not None
+        assert agent.stdout.readline() == b"waits\n"
+        agent.send_signal(signal.SIGKILL)
+    server.mend()
+    assert [key for key in server.unfinished() if name in key]
+    assert bucket.committed("node-2") == []
+    bucket.on("node-2").open_attempt(launch(2))
+    assert not [key for key in server.unfinished() if name in key]
+
+
+def test_copies_are_bounded_and_what_is_loaded_stays(bucket: Place) -> None:
+    bucket.most_copies = 2 * len(CONTENT)
+    bucket.on("node-1").open_attempt(launch(1))
+    manifests = [bucket.save("node-1", step) for step in range(1, 6)]
+    for manifest in manifests:
+        bucket.on("node-1").commit(commit(manifest))
+    other = bucket.on("node-2")
+    other.bring("a gang", manifests[0].checkpoint_id)
+    for manifest in manifests[1:]:
+        other.bring("a reader", manifest.checkpoint_id)
+        other.files.release("a reader")
+    kept = {path.parent.name for path in other.root.rglob(SHARD.name)}
+    assert kept == {manifests[0].checkpoint_id, manifests[-1].checkpoint_id}
+    assert len(list(bucket.on("node-1").root.rglob(SHARD.name))) == 2
+    other.files.forget_copies()
+    assert not list(other.root.rglob(SHARD.name))
+
+
+def test_a_copy_that_somebody_changed_is_brought_again(bucket: Place) -> None:
+    storage = bucket.on("node-1")
+    storage.open_attempt(launch(1))
+    manifest = bucket.save("node-1", 3)
+    storage.commit(commit(manifest))
+    record = storage.root / JOB / "chain" / "00000002.json"
+    record.unlink()
+    record.write_bytes(b"{}")
+    (record.parent / "00000009.json").write_bytes(b"{}")
+    assert bucket.committed("node-1") == [3]
+    assert not (record.parent / "00000009.json").exists()
+
+
+def test_a_file_of_records_reaches_a_node_that_did_not_write_it(bucket: Place) -> None:
+    bucket.on("node-1").open_attempt(launch(1))
+    own, other = (bucket.on(node).root / JOB / "records" for node in NODES)
+    own.mkdir()
+    (own / "steps.0001.node-1.a.jsonl").write_bytes(b"\nlonger")
+    bucket.on("node-1").files.publish(own / "steps.0001.node-1.a.jsonl")
+    bucket.on("node-2").files.pull_missing(other)
+    assert (other / "steps.0001.node-1.a.jsonl").read_bytes() == b"\nlonger"
+    (own / "steps.0001.node-1.a.jsonl").write_bytes(b"\nlonger than before")
+    bucket.on("node-1").files.pull_missing(own)
+    assert (own / "steps.0001.node-1.a.jsonl").read_bytes() == b"\nlonger than before"

@@ -1,0 +1,179 @@
+"""A bucket's objects, on a real server: what the client promises to those that commit there."""
+
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from services.contract.storage.bucket import Bucket, NoConditionalWritesError
+from services.contract.storage.storage_address import BucketAddress, storage_address
+from services.contract.system.durable import StorageAwayError, node_condition
+from tests.s3_server import BUCKET, Fault, S3Server, s3_server
+
+PART = 5 << 20
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[S3Server]:
+    with s3_server() as server:
+        yield server
+
+
+@pytest.fixture
+def bucket(
+    server: S3Server, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[Bucket]:
+    for name, value in server.environment.items():
+        monkeypatch.setenv(name, value)
+    yield Bucket(BucketAddress(BUCKET, request.node.name), PART)
+    server.mend()
+
+
+def test_of_two_writers_of_one_name_one_is_refused(bucket: Bucket) -> None:
+    outcomes: list[object] = []
+
+    def write(content: bytes) -> None:
+        try:
+            bucket.create("job/chain/00000001.json", content)
+        except FileExistsError:
+            outcomes.append("refused")
+        else:
+            outcomes.append(content)
+
+    threads = [threading.Thread(target=write, args=(b"%d" % n,)) for n in range(6)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert outcomes.count("refused") == 5
+    assert bucket.read("job/chain/00000001.json")[0] in outcomes
+
+
+def test_a_write_whose_answer_is_lost_is_refused_when_it_is_repeated(
+    bucket: Bucket, server: S3Server
+) -> None:
+    bucket.prove_conditional_writes()
+    server.fail(Fault(methods=("PUT",), code="", status=500, times=1))
+    with pytest.raises(FileExistsError):
+        bucket.create("record", b"one")
+    assert bucket.read("record")[0] == b"one"
+
+
+def test_a_server_that_ignores_the_condition_commits_nothing(
+    bucket: Bucket, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    put = Bucket._put
+
+    def unconditional(self: Bucket, name: str, content: bytes, *, only_new: bool = False) -> str:
+        return put(self, name, content, only_new=only_new and False)
+
+    monkeypatch.setattr(Bucket, "_put", unconditional)
+    with pytest.raises(NoConditionalWritesError, match="ignores If-None-Match"):
+        bucket.create("record", b"one")
+    with pytest.raises(FileNotFoundError):
+        bucket.read("record")
+
+
+def test_an_upload_that_is_refused_halfway_goes_on_behind_the_parts_that_are_there(
+    bucket: Bucket, server: S3Server, tmp_path: Path
+) -> None:
+    path = tmp_path / "shard"
+    content = bytes(range(256)) * (PART // 256 * 2 + 100)
+    path.write_bytes(content)
+    sent: list[int] = []
+
+    def part_begins() -> None:
+        sent.append(1)
+
+    server.fail(Fault(methods=("PUT",), after=1))
+    with pytest.raises(StorageAwayError, match="SlowDown"):
+        bucket.upload("shard", path, part_begins)
+    assert bucket.folders("") == {"shard"}  # unfinished: found, so that it can be removed
+    with pytest.raises(FileNotFoundError):
+        bucket.size("shard")
+    server.mend()
+    sent.clear()
+    bucket.upload("shard", path, part_begins)
+    assert len(sent) == 2  # of three parts
+    assert b"".join(bucket.parts("shard")) == content
+    assert b"".join(bucket.parts("shard", PART - 5, PART + 5)) == content[PART - 5 : PART + 5]
+    bucket.upload("again", path)
+    assert bucket.size("again") == len(content)
+
+
+def test_a_file_that_changed_is_uploaded_from_its_beginning(
+    bucket: Bucket, server: S3Server, tmp_path: Path
+) -> None:
+    path = tmp_path / "shard"
+    path.write_bytes(bytes(2 * PART))
+    server.fail(Fault(methods=("PUT",), after=1))
+    with pytest.raises(StorageAwayError):
+        bucket.upload("shard", path)
+    server.mend()
+    path.write_bytes(b"x" * (2 * PART + 1))
+    bucket.upload("shard", path)
+    assert set(b"".join(bucket.parts("shard"))) == {ord("x")}
+
+
+def test_what_was_finished_by_a_request_whose_answer_was_lost_is_there(
+    bucket: Bucket, server: S3Server, tmp_path: Path
+) -> None:
+    path = tmp_path / "shard"
+    path.write_bytes(bytes(PART + 1))
+    # The first POST begins the upload, the second one ends it.
+    server.fail(Fault(methods=("POST",), code="", status=500, after=1, times=1))
+    bucket.upload("shard", path)
+    assert bucket.size("shard") == PART + 1
+
+
+def test_a_folder_goes_with_its_unfinished_uploads_and_no_other(
+    bucket: Bucket, server: S3Server, tmp_path: Path
+) -> None:
+    path = tmp_path / "shard"
+    path.write_bytes(bytes(PART + 1))
+    server.fail(Fault(methods=("PUT",), within="torn"))
+    with pytest.raises(StorageAwayError):
+        bucket.upload("job/1/torn", path)
+    server.mend()
+    bucket.replace("job/1/whole", b"x")
+    bucket.replace("job/10/whole", b"x")
+    bucket.remove("job/1")
+    assert bucket.folders("job") == {"10"}
+    assert server.unfinished() == []
+
+
+@pytest.mark.parametrize(
+    ("status", "code"), [(503, "SlowDown"), (403, "AccessDenied"), (500, "InternalError")]
+)
+def test_a_refusal_is_a_condition_that_names_the_bucket_and_the_answer(
+    bucket: Bucket, server: S3Server, status: int, code: str
+) -> None:
+    server.fail(Fault(code=code, status=status))
+    with pytest.raises(StorageAwayError) as raised:
+        bucket.read("record")
+    condition = node_condition(raised.value, "node-1")
+    assert condition == (
+        f"s3://{BUCKET}/{bucket.address.prefix} answers {code} (HTTP {status}) to GetObject "
+        "(seen from node-1)"
+    )
+
+
+def test_a_server_that_is_away_is_a_condition_too(
+    bucket: Bucket, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("AWS_ENDPOINT_URL_S3", "http://127.0.0.1:1")
+    with pytest.raises(StorageAwayError, match="does not answer"):
+        bucket.names("")
+
+
+@pytest.mark.parametrize("text", ["s3://", "s3://UPPER/x", "s3://bucket/a//b", "s3://bucket/../x"])
+def test_what_names_no_place_in_a_bucket_is_refused(text: str) -> None:
+    with pytest.raises(ValueError, match="names no place in a bucket"):
+        storage_address(text)
+
+
+def test_an_address_is_read_and_written_alike() -> None:
+    for text in ("s3://bucket", "s3://my.bucket-1/a/b_c"):
+        assert str(storage_address(text)) == text
+    assert storage_address("/folder") == "/folder"

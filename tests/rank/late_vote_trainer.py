@@ -1,0 +1,27 @@
+"""A trainer of which one replica does not learn how a vote ended, as if the connection broke right then."""
+
+from typing import Any
+
+from services.worker.rank.gang.replicas import Ballot, MembersChangedError, Replicas
+from services.worker.rank.loop import trainer
+
+LATE_REPLICA = 1
+LATE_VOTE = 5
+
+
+def train(**parts: Any) -> None:  # noqa: ANN401 as the trainer's
+    """Trains as the rank's trainer does."""
+    votes = 0
+    vote = Replicas.vote
+
+    def late(replicas: Replicas, ballot: Ballot) -> Ballot:
+        nonlocal votes
+        votes += 1
+        outcome = vote(replicas, ballot)
+        if replicas.number == LATE_REPLICA and votes == LATE_VOTE:
+            replicas.leave()
+            raise MembersChangedError
+        return outcome
+
+    Replicas.vote = late  # type: ignore[method-assign]  # in a process of its own
+    trainer.train(**parts)
