@@ -27,6 +27,7 @@ from tests.waiting import until
 
 JOB = new_job_id(1, bytes(10))
 SHARD_BYTES = 200_000
+PASSWORD = "0123456789abcdef"  # noqa: S105 of a server that lives for a moment
 
 
 @pytest.fixture
@@ -163,13 +164,15 @@ def test_without_an_append_only_file_there_is_nothing_to_save(tmp_path: Path) ->
 
 
 @contextmanager
-def append_only_redis(folder: Path, users: Path | None = None, **user: str) -> Iterator[Redis]:
-    """A Redis 7 that writes each change to its file before it answers, and a client that is ``user``."""
+def append_only_redis(
+    folder: Path, users: Path | None = None, username: str | None = None
+) -> Iterator[Redis]:
+    """A Redis 7 that writes each change to its file before it answers, and a client that is this user."""
     folder.mkdir(exist_ok=True)
     path = folder.parent / "redis.sock"
-    command = ["redis-server", "--port", "0", "--unixsocket", path, "--dir", folder, "--save", ""]
-    command += ["--appendonly", "yes", "--appendfsync", "always"]
-    command += [] if users is None else ["--aclfile", users]
+    command = ["redis-server", "--port", "0", "--unixsocket", str(path), "--dir", str(folder)]
+    command += ["--save", "", "--appendonly", "yes", "--appendfsync", "always"]
+    command += [] if users is None else ["--aclfile", str(users)]
     process = subprocess.Popen(command, stdout=subprocess.DEVNULL)
 
     def answers() -> bool:
@@ -180,7 +183,12 @@ def append_only_redis(folder: Path, users: Path | None = None, **user: str) -> I
             return False
 
     try:
-        with Redis(unix_socket_path=str(path), decode_responses=True, **user) as redis:
+        with Redis(
+            unix_socket_path=str(path),
+            decode_responses=True,
+            username=username,
+            password=username and PASSWORD,
+        ) as redis:
             until(answers)
             yield redis
     finally:
@@ -226,17 +234,18 @@ def test_a_redis_with_our_users_starts_again_with_what_transactions_and_scripts_
     tmp_path: Path,
 ) -> None:
     users = tmp_path / "users.acl"
-    users.write_text(acl_file("0123456789abcdef", [("node-1", "fedcba9876543210")]))
+    users.write_text(acl_file(PASSWORD, [("node-1", "fedcba9876543210")]))
     with append_only_redis(tmp_path / "redis") as bare:
         if int(str(bare.info("server")["redis_version"]).split(".", maxsplit=1)[0]) < 7:
             pytest.skip("the users need Redis 7")
-    user = {"username": "controller", "password": "0123456789abcdef"}
-    with append_only_redis(tmp_path / "redis", users, **user) as redis:
+    with append_only_redis(tmp_path / "redis", users, "controller") as redis:
         with redis.pipeline(transaction=True) as transaction:
-            transaction.set("ml:one", "1").set("ml:two", "2").execute()
+            transaction.set("ml:one", "1")
+            transaction.set("ml:two", "2")
+            transaction.execute()
         script = "redis.call('SET', KEYS[1], '3') redis.call('SET', KEYS[2], '4')"
         redis.eval(script, 2, "ml:three", "ml:four")
-    with append_only_redis(tmp_path / "redis", users, **user) as redis:
+    with append_only_redis(tmp_path / "redis", users, "controller") as redis:
         kept = redis.mget("ml:one", "ml:two", "ml:three", "ml:four")
         assert kept == ["1", "2", "3", "4"]
         # No other user comes in, not even with an empty password.

@@ -105,6 +105,9 @@ class Workshop:
                 *("--constraint", str(ROOT / "constraints.txt")),
                 *(_TORCH, "numpy", "hatchling", "async-timeout", f"{ROOT}[controller,agent,rank]"),
             )
+            for older in self.folder.glob("wheels-*"):
+                if older != draft:
+                    shutil.rmtree(older)
             draft.rename(folder)
         return folder
 
