@@ -26,7 +26,8 @@ from services.controller.backup import BackupError, restore, save
 from tests.waiting import until
 
 JOB = new_job_id(1, bytes(10))
-SHARD_BYTES = 200_000
+SHARD_BYTES = 400_000
+KEPT = 10
 PASSWORD = "0123456789abcdef"  # noqa: S105 of a server that lives for a moment
 
 
@@ -100,11 +101,11 @@ def test_each_commit_of_a_copy_has_its_shards_while_checkpoints_are_made_and_ret
 
     def commit_and_retire(step: int) -> None:
         alive.append(commit(chain, step))
-        if len(alive) > 1:
-            retire(chain, alive.pop(0))
+        if len(alive) > KEPT:
+            retire(chain, alive.pop(KEPT // 2))
 
     with meanwhile(commit_and_retire):
-        until(lambda: len(chain.read().records) > 3)
+        until(lambda: len(chain.read().records) > 3 * KEPT)
         for number in range(10):
             assert save(redis, storage, backup / str(number)) == 1
     newest = []

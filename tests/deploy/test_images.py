@@ -219,10 +219,12 @@ def test_prometheus_scrapes_with_its_token_and_has_the_rules(
         container = project.containers["prometheus"]
         assert container.process.poll() is None, container.log.read_text()
         try:
-            answer = httpx.get("http://127.0.0.1:9090/api/v1/targets").json()
+            answer = httpx.get("http://127.0.0.1:9090/api/v1/targets")
         except httpx.TransportError:
             return ""
-        return str([each["health"] for each in answer["data"]["activeTargets"]])
+        if answer.status_code != httpx.codes.OK:  # it reads its files yet
+            return ""
+        return str([each["health"] for each in answer.json()["data"]["activeTargets"]])
 
     # Its token is made after it has started, as an operator does.
     until(lambda: health() == "['down']", timeout_s=120)
