@@ -69,7 +69,7 @@ class _Faulty:
                 return list(self._app(environ, start))
             assert self._fault is not None
             if not self._fault.code:
-                list(self._app(environ, lambda *_: None))
+                list(self._app(environ, _unheard))
             start(f"{self._fault.status} Fault", [("Content-Type", "application/xml")])
             code = self._fault.code or "InternalError"
             return [f"<Error><Code>{code}</Code><Message>chosen</Message></Error>".encode()]
@@ -82,6 +82,11 @@ class _Faulty:
             return False
         self._met += 1
         return fault.after < self._met <= fault.after + (fault.times or sys.maxsize)
+
+
+def _unheard(*_: object) -> Callable[[bytes], object]:
+    """Takes an answer that is lost on its way."""
+    return lambda _: None
 
 
 class _Silent(MotoRequestHandler):
@@ -100,6 +105,7 @@ class S3Server:
 
     url: str
     environment: dict[str, str]
+    _client: Any
 
     def fail(self, fault: Fault) -> None:
         """Answer so from now on, until ``mend``."""
@@ -111,11 +117,7 @@ class S3Server:
 
     def client(self) -> Any:  # noqa: ANN401 the tests' own, without types of its answers
         """A client of its own, for what a test looks at or damages."""
-        return boto3.session.Session(
-            aws_access_key_id=ENVIRONMENT["AWS_ACCESS_KEY_ID"],
-            aws_secret_access_key=ENVIRONMENT["AWS_SECRET_ACCESS_KEY"],
-            region_name=ENVIRONMENT["AWS_REGION"],
-        ).client("s3", endpoint_url=self.url)
+        return self._client
 
     def keys(self, prefix: str = "") -> list[str]:
         """All objects of the bucket."""
@@ -148,8 +150,14 @@ def s3_server() -> Iterator[S3Server]:
     try:
         assert process.stdout is not None
         url = f"http://127.0.0.1:{int(process.stdout.readline())}"
-        server = S3Server(url, {**ENVIRONMENT, "AWS_ENDPOINT_URL_S3": url})
-        server.client().create_bucket(Bucket=BUCKET)
+        # One for all looks: making a client takes as long as a hundred requests.
+        client = boto3.session.Session(
+            aws_access_key_id=ENVIRONMENT["AWS_ACCESS_KEY_ID"],
+            aws_secret_access_key=ENVIRONMENT["AWS_SECRET_ACCESS_KEY"],
+            region_name=ENVIRONMENT["AWS_REGION"],
+        ).client("s3", endpoint_url=url)
+        client.create_bucket(Bucket=BUCKET)
+        server = S3Server(url, {**ENVIRONMENT, "AWS_ENDPOINT_URL_S3": url}, client)
         yield server
     finally:
         process.kill()

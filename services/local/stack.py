@@ -23,6 +23,8 @@ _POLL_S: Final = 0.1
 _OPERATORS: Final = frozenset(
     {"MESHLOOM_TOKEN", "MESHLOOM_TOKEN_FILE"}
 )  # whoever has it is the operator
+# The stack, its dashboard and `make run` speak HTTP on this machine alone.
+_OF_HTTPS: Final = frozenset({"MESHLOOM_TLS_CERT", "MESHLOOM_TLS_KEY"})
 
 
 class StackError(Exception):
@@ -64,7 +66,7 @@ async def running_stack(settings: LocalSettings) -> AsyncIterator[str]:
                 without,
             )
             for name, module, without in (
-                ("controller", "services.controller", frozenset[str]()),
+                ("controller", "services.controller", _OF_HTTPS),
                 ("agent", "services.worker.agent", _OPERATORS),
             )
         ]

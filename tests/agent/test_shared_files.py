@@ -13,6 +13,7 @@ import threading
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -38,9 +39,11 @@ from services.contract.storage.bucket import Bucket
 from services.contract.storage.commit_chain import CommitChain
 from services.contract.storage.manifests import Manifest, ShardFile
 from services.contract.storage.storage_address import BucketAddress
+from services.contract.system.durable import StorageAwayError
 from services.contract.words.ids import checkpoint_id
 from services.contract.words.states import JobState
 from services.worker.agent.gangs.vote_check import VoteCheck
+from services.worker.agent.ranks.code_cache import CodeCache
 from services.worker.agent.storage.bucket_files import BucketFiles
 from services.worker.agent.storage.exporter import Exporter
 from services.worker.agent.storage.job_storage import Storage, purge
@@ -293,7 +296,8 @@ def test_a_deleted_job_is_not_found_and_a_purged_one_leaves_nothing(place: Place
     for node in NODES:
         assert purge(place.on(node), PurgeJob(job_id=JOB, fence=1), node).error is None
     assert place.names() == set()
-    assert place.on("node-2").files.jobs() == []
+    for node in NODES:
+        assert place.on(node).files.jobs() == []
     assert place.committed("node-1") == []
 
 
@@ -449,3 +453,32 @@ def test_a_file_of_records_reaches_a_node_that_did_not_write_it(bucket: Place) -
     (own / "steps.0001.node-1.a.jsonl").write_bytes(b"\nlonger than before")
     bucket.on("node-1").files.pull_missing(own)
     assert (own / "steps.0001.node-1.a.jsonl").read_bytes() == b"\nlonger than before"
+
+
+def test_copies_of_a_job_that_was_purged_elsewhere_go(bucket: Place) -> None:
+    bucket.on("node-1").open_attempt(launch(1))
+    other = bucket.on("node-2")
+    assert other.find_job(JOB, None, 0) is not None
+    assert purge(bucket.on("node-1"), PurgeJob(job_id=JOB, fence=1), "node-1").error is None
+    other.files.jobs()
+    assert (other.root / JOB).is_dir()  # an attempt may have been about to be opened
+    other.files.jobs()
+    assert not (other.root / JOB).exists()
+
+
+def test_code_whose_upload_was_refused_is_uploaded_by_the_next_launch(
+    bucket: Place, tmp_path: Path
+) -> None:
+    assert bucket.server is not None
+    files = bucket.on("node-1").files
+    no_redis: Any = None
+    cache = CodeCache(no_redis, tmp_path / "code", files)
+    bucket.server.fail(Fault(methods=("PUT",)))
+    with pytest.raises(StorageAwayError):
+        cache._keep_copy(files.root / JOB, b"an archive")
+    bucket.server.mend()
+    cache._keep_copy(files.root / JOB, b"an archive")
+    (name,) = bucket.names()
+    other = bucket.on("node-2").root / JOB / name
+    bucket.on("node-2").files.pull_file(other)
+    assert other.read_bytes() == b"an archive"

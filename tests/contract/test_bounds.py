@@ -1,7 +1,7 @@
 """Whatever an agent's user writes into Redis is short once it is read, and soon refused if it is wrong."""
 
 import json
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 from pydantic import BaseModel, ValidationError
@@ -11,19 +11,35 @@ from services.contract.messages.facts import (
     FACT,
     CheckpointCorrupt,
     Evaluated,
+    Fact,
     GangDiagnosed,
     GangEnded,
+    Inventory,
     LaunchRefused,
     NodeJoined,
+    RankExit,
 )
 from services.contract.messages.probing import ModelProbed
 from services.contract.messages.rank_pipe import RankMetrics, RankReady
-from services.contract.messages.telemetry import LogLine, RankSample, RankStacks, StepRecord
+from services.contract.messages.telemetry import (
+    LogLine,
+    MetricRecord,
+    RankSample,
+    RankStacks,
+    StepRecord,
+)
 from services.contract.storage.exports import ExportManifest
+from services.contract.storage.job_cards import JobCard
 from services.contract.storage.manifests import Manifest
 from services.contract.system.mask import Mask
 from services.contract.words import bounds
-from services.contract.words.bounds import MOST_RANKS, NAME_CHARACTERS, TRACEBACK_CHARACTERS
+from services.contract.words.bounds import (
+    MOST_RANKS,
+    NAME_CHARACTERS,
+    TRACEBACK_CHARACTERS,
+    Positive,
+    Whole,
+)
 from services.contract.words.ids import new_job_id
 
 LONG = "x" * 1_000_000
@@ -158,3 +174,24 @@ def test_a_rank_masks_its_texts_before_it_cuts_them_and_before_it_makes_a_name_p
     assert not any(secret.replace(",", "_")[at : at + 6] in told for at in range(len(secret) - 6))
     assert not any(secret[at : at + 6] in told for at in range(len(secret) - 6))
     assert "[secret HUB]" in told
+
+
+def test_an_integer_that_no_float_holds_is_refused_wherever_an_agent_writes_one() -> None:
+    facts = get_args(get_args(Fact)[0])
+    kinds: tuple[type[BaseModel], ...] = (
+        *(*facts, RankExit, Inventory, Manifest, JobCard),
+        *(RankSample, StepRecord, MetricRecord, LogLine, RankStacks),
+    )
+    tried = []
+    for kind in kinds:
+        for name, field in kind.model_fields.items():
+            if field.annotation in {int, int | None} or {Whole, Positive} & {
+                *get_args(field.annotation)
+            }:
+                tried.append(f"{kind.__name__}.{name}")
+                with pytest.raises(ValidationError) as refused:
+                    kind.model_validate_json(f'{{"{name}": {"9" * 400}}}')
+                where = {fault["loc"] for fault in refused.value.errors()}
+                assert (name,) in where, tried[-1]
+    assert {"RankSample.seen_ms", "RankSample.memory_bytes", "StepRecord.time_ms"} <= set(tried)
+    assert len(tried) > 70

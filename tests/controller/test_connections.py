@@ -262,18 +262,22 @@ async def test_chunks_of_a_byte_are_taken_a_few_at_a_time_and_not_for_long(
     is_tls: bool,  # noqa: FBT001 a parameter of pytest's
 ) -> None:
     ours, theirs = tls if is_tls else (None, None)
-    named = {"ssl": theirs, "server_hostname": "localhost"} if is_tls else {}
+    name = "localhost" if is_tls else None
     head = b"POST / HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n"
     sizes: list[int] = []
     async with served(ConnectionLimits(), sizes, ours) as server:
-        reader, writer = await asyncio.open_connection(*server.address, **named)
+        reader, writer = await asyncio.open_connection(
+            *server.address, ssl=theirs, server_hostname=name
+        )
         writer.write(head + b"1\r\na\r\n" * 20_000 + b"0\r\n\r\n")
         await reader.readline()
         await sooner_or_later(lambda: sum(sizes) == 20_000)
         writer.close()
         # Each is parsed before anything else has its turn.
         assert max(sizes) < 10_000
-        reader, writer = await asyncio.open_connection(*server.address, **named)
+        reader, writer = await asyncio.open_connection(
+            *server.address, ssl=theirs, server_hostname=name
+        )
         with contextlib.suppress(ConnectionError, ssl.SSLError):
             writer.write(head + b"1\r\na\r\n" * 100_000)
             await reader.read()

@@ -257,7 +257,7 @@ def test_what_the_other_nodes_see_is_asked_for_before_ranks_that_hang_are_killed
     failed = ended(job, HEAD, exit_code=1)
     (plain,) = sent(decide(job, failed, NOW), StopGang)
     assert isinstance(plain.command, StopGang)
-    assert not plain.command.look  # nobody hangs: the next attempt shall not wait
+    assert not plain.command.look  # no rank hangs: the next attempt must not wait
 
 
 def test_ranks_that_lost_each_other_and_did_not_fail_blame_the_network() -> None:

@@ -238,7 +238,7 @@ def test_why_nodes_were_lost_is_told_in_the_pools_own_words(
     play(PooledCluster({}, limits()), course)
 
 
-def test_a_gang_moves_with_a_checkpoint_to_nodes_reserved_anew_when_its_agents_are_to_end() -> None:
+def test_a_gang_moves_with_a_checkpoint_to_other_nodes_when_its_agents_are_to_end() -> None:
     async def course(cluster: PooledCluster) -> None:
         job_id = await cluster.submit(**FOUR, train={"steps": 60, "global_batch": 12})
         await cluster.at_size(job_id, 4)

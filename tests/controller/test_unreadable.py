@@ -355,6 +355,11 @@ def test_telemetry_of_any_size_costs_its_job_alone(redis_url: str) -> None:
             step=1,
         )
         sample = told.model_dump_json()
+        for name in ("step", "memory_bytes", "seen_ms"):  # of which no float can be made
+            beyond = json.dumps(json.loads(sample) | {name: 10**400})
+            house.redis.hset(keys.job_ranks(other), "0", beyond)
+            assert house.client.get("/v1/metrics").status_code == 200
+            assert len(house.get("/v1/jobs")["items"]) == 2
         house.redis.hset(keys.job_ranks(other), "0", sample)
         many: dict[Any, Any] = {str(rank): sample for rank in range(MOST_RANKS + 1)}
         house.redis.hset(keys.job_ranks(flooded), mapping=many)

@@ -3,6 +3,7 @@
 import contextlib
 import ssl
 import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Final
@@ -15,10 +16,12 @@ from meshloom.client import RestClient as Client
 from meshloom.client.errors import UnreachableError
 from services.contract.api.views import DiagnosisView, JobView
 from services.contract.words.states import ExitReason, FailureClass, JobState, NodeState
+from services.local.children import die_with_parent
 from services.worker.agent.host.connections import unanswered
 from tests.chaos.conftest import paced, set_pace
 from tests.e2e.conftest import REST, tiny_spec
 from tests.hosts.world import CONTROLLER, REDIS, TOKEN, Hosts, why_not_here
+from tests.parts import ROOT
 from tests.waiting import until
 
 pytestmark = [pytest.mark.ranks, pytest.mark.redis]
@@ -131,6 +134,8 @@ def test_by_default_ranks_meet_where_redis_is_reached_and_no_host_needs_the_cont
     assert nodes_of(done) == ["a", "b"]
     assert world.losses(job.id) == both
     assert hosts.received("a", "data") - before < 100_000
+    storages = {node.inventory.storage_id for node in world.client.nodes().items}
+    assert len(storages - {None}) == 1
 
 
 def test_two_hosts_that_lose_each_other_are_named_with_the_ranks_that_wait(
@@ -232,41 +237,65 @@ def test_an_agent_whose_network_comes_up_late_waits_for_it_and_gives_no_address_
     node = world.hosts.nodes["a"]
     node.stop()
     before = len(node.log.read_bytes())
-    own.run("ip", "link", "set", "mgmt", "down")
-    world.hosts.start_agent("a")
-    until(lambda: b"nothing leads from this node to Redis" in node.log.read_bytes()[before:])
-    own.run("ip", "link", "set", "mgmt", "up")
+    route = ("10.71.0.0/24", "dev", "mgmt", "scope", "link", "src", own.mgmt)
+    own.run("ip", "route", "del", *route)
+    try:
+        world.hosts.start_agent("a")
+        until(lambda: b"nothing leads from this node to Redis" in node.log.read_bytes()[before:])
+    finally:
+        own.run("ip", "route", "add", *route)
     until(lambda: "a" in world.ready(), timeout_s=PATIENCE_S)
     assert f"address={own.mgmt} interface=mgmt" in node.log.read_bytes()[before:].decode()
 
 
-@pytest.mark.parametrize(
-    ("settings", "why"),
-    [
-        ({"MESHLOOM_INTERFACE": "dat0"}, "there is no interface 'dat0'"),
-        ({"MESHLOOM_INTERFACE": "spare"}, "spare is down"),
-        ({"MESHLOOM_ADDRESS": "10.72.0.99"}, "no interface of this node has 10.72.0.99"),
-        (
-            {"MESHLOOM_INTERFACE": "data", "MESHLOOM_ADDRESS": "fd71::3"},
-            "fd71::3 is none of interface data",
-        ),
-    ],
-)
-def test_a_network_that_is_not_there_is_refused_at_the_start_with_what_is_there(
-    world: World, settings: dict[str, str], why: str
+def test_an_interface_that_is_not_there_is_refused_at_the_start_with_what_is_there(
+    world: World,
 ) -> None:
     own, node = world.hosts.hosts["a"], world.hosts.nodes["a"]
     node.stop()
     before = len(node.log.read_bytes())
-    world.hosts.start_agent("a", **settings)
+    world.hosts.start_agent("a", MESHLOOM_INTERFACE="dat0")
     assert node.process is not None
     assert node.process.wait(PATIENCE_S) == 2
     said = node.log.read_bytes()[before:].decode()
-    assert why in said
-    if "none of" not in why:
-        assert f"mgmt ({own.mgmt}, {own.mgmt6})" in said
-        assert f"data ({own.data})" in said
-        assert "spare (down)" in said
+    assert "MESHLOOM_INTERFACE: there is no interface 'dat0'; there are lo" in said
+    assert f"mgmt ({own.mgmt}, {own.mgmt6})" in said
+    assert f"data ({own.data})" in said
+    assert "spare (down)" in said
+
+
+FIND: Final = """
+import sys
+from services.worker.agent.host.network import NetworkError, find_network
+interface, address, redis_url = (each or None for each in sys.argv[1:])
+try:
+    print(find_network(interface, address, redis_url))
+except NetworkError as error:
+    print(error)
+"""
+
+
+@pytest.mark.parametrize(
+    ("interface", "address", "redis_host", "found"),
+    [
+        ("spare", "", REDIS, "MESHLOOM_INTERFACE: spare is down; there are"),
+        ("", "10.72.0.99", REDIS, "no interface of this node has 10.72.0.99; there are"),
+        ("data", "fd71::3", REDIS, "fd71::3 is none of interface data, which has fd72::3"),
+        ("data", "", REDIS, "address='fd72::3', interface='data', addresses=('fd72::3',)"),
+        ("mgmt", "fd71::3", REDIS, "address='fd71::3', interface='mgmt'"),
+        ("", "fd72::3", REDIS, "address='fd72::3', interface='data'"),
+        ("", "", "[fd71::1]", "address='fd71::3', interface='mgmt'"),
+        ("", "", "localhost", "address='127.0.0.1', interface='lo'"),
+        ("", "", "192.0.2.1", "nothing leads from this node to Redis at 192.0.2.1: Network is un"),
+    ],
+)
+def test_the_network_of_a_host_with_several_interfaces(
+    world: World, interface: str, address: str, redis_host: str, found: str
+) -> None:
+    own = world.hosts.hosts["a"]
+    host = world.hosts.hosts[REDIS].mgmt if redis_host == REDIS else redis_host
+    url = f"rediss://{host}:6379"
+    assert found in own.run(sys.executable, "-c", FIND, interface, address, url)
 
 
 def test_certificates_of_another_authority_are_refused_and_renewed_ones_are_served(
@@ -274,7 +303,7 @@ def test_certificates_of_another_authority_are_refused_and_renewed_ones_are_serv
 ) -> None:
     hosts = world.hosts
     other = tmp_path / "other"
-    script = Path(__file__).parents[2] / "deploy" / "certificates.sh"
+    script = ROOT / "deploy" / "certificates.sh"
     subprocess.run([script, other, REDIS], check=True, capture_output=True)
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("SSL_CERT_FILE", str(other / "ca.crt"))
@@ -297,6 +326,33 @@ def test_certificates_of_another_authority_are_refused_and_renewed_ones_are_serv
         server.config_set("tls-cert-file", str(hosts.certificate(REDIS)))
     world.start("a")
     assert world.client.version().version
+
+
+def test_gathers_that_are_dropped_between_two_hosts_leave_their_ranks_in_step(
+    world: World, tmp_path: Path
+) -> None:
+    command = (sys.executable, "-m", "tests.hosts.exchange")
+    address = world.hosts.hosts["a"].mgmt
+    parts = [
+        subprocess.Popen(
+            world.hosts.hosts[name].command(
+                *("env", "GLOO_SOCKET_IFNAME=mgmt", *command, str(number), address, "29400"),
+                tmp_path,
+            ),
+            cwd=ROOT,
+            preexec_fn=die_with_parent,  # noqa: PLW1509 prctl is one call and takes no lock
+        )
+        for number, name in enumerate(("a", "b"))
+    ]
+    try:
+        assert [part.wait(PATIENCE_S) for part in parts] == [0, 0]
+    finally:
+        for part in parts:
+            part.kill()
+            part.wait()
+    for rank in range(4):
+        plain, dropped = (tmp_path / f"{kind}-{rank}" for kind in ("plain", "dropped"))
+        assert plain.read_bytes() == dropped.read_bytes()
 
 
 def nodes_of(job: JobView) -> list[str]:

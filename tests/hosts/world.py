@@ -4,6 +4,8 @@ Every host has an interface ``mgmt`` (IPv4 and IPv6), by which it reaches Redis;
 (IPv6 alone), a network of its own, and ``spare``, which is down. As Debian does it, the file ``hosts`` of each
 gives the machine's name an address of loopback. Nothing outside reaches any of it but the test, by a relay.
 
+Each agent has the storage of checkpoints by a mount of its own (``shared_storage``) where FUSE can be used.
+
 A line between two hosts is cut by what they believe about each other's Ethernet address: their kernels send real
 frames, which nothing takes. So it needs no filter in the kernel, and both directions are cut or one.
 """
@@ -20,9 +22,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final, Self
 
+from services.local.children import die_with_parent
 from services.local.embedded_redis import redis_program, wait_for_redis
 from services.local.settings import child_environment
 from tests.e2e.conftest import free_port
+from tests.hosts import shared_storage
 from tests.parts import ROOT, Node, Part
 
 REDIS: Final = "redis"
@@ -120,6 +124,7 @@ class Hosts:
         names = [REDIS, CONTROLLER, *agents]
         self.hosts = {name: Host(name, number) for number, name in enumerate(names, start=1)}
         self.nodes: dict[str, Node] = {}
+        self._roots: dict[str, Path] = {}
         self._environment = {
             name: value
             for name, value in child_environment().items()
@@ -277,12 +282,17 @@ class Hosts:
                     *(str(listener.fileno()), address, str(_PORT)),
                 ),
                 pass_fds=[listener.fileno()],
+                preexec_fn=die_with_parent,  # noqa: PLW1509 prctl is one call and takes no lock
             )
         stack.callback(relay.wait)
         stack.callback(relay.kill)
 
     def _add_node(self, name: str, stack: contextlib.ExitStack) -> None:
         home = self.folder / "homes" / name
+        self._roots[name] = self.storage
+        if shared_storage.why_not_here() is None:
+            own = shared_storage.mounted(self.storage, self.folder / "mounts" / name)
+            self._roots[name] = stack.enter_context(own)
         command = self.hosts[name].command(sys.executable, "-m", "services.worker.agent")
         environment = self._agent_environment(name)
         self.nodes[name] = Node(name, command, environment, self.folder / f"{name}.log", home=home)
@@ -293,7 +303,7 @@ class Hosts:
             "MESHLOOM_REDIS_URL": self._redis_address(self.hosts[REDIS].mgmt),
             "MESHLOOM_REDIS_CA": str(self.certificate("ca")),
             "MESHLOOM_HOME": str(self.folder / "homes" / name),
-            "MESHLOOM_CHECKPOINT_ROOT": str(self.storage),
+            "MESHLOOM_CHECKPOINT_ROOT": str(self._roots[name]),
             "MESHLOOM_NODE_ID": name,
             "MESHLOOM_CPU_SLOTS": str(self._slots[name]),
             "MESHLOOM_USER_PATH": str(ROOT / "tests" / "chaos" / "user_models"),

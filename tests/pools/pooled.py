@@ -54,7 +54,7 @@ def pooled(
     }
     file = folder / _FILE
     file.write_text(json.dumps({"agent": agent, "pools": [{**common, **pool}]}))  # JSON is YAML
-    with Cluster(folder, {}, MESHLOOM_POOLS_FILE=str(file), **settings) as cluster:
+    with Cluster(folder, {}, {}, MESHLOOM_POOLS_FILE=str(file), **settings) as cluster:
         yield cluster
 
 
@@ -88,7 +88,12 @@ def launch_again(
         await own.pool.provision(_AGAIN, {name: process})
         await own.pool.close()
 
+    # It would give back what is asked for half.
+    controller = psutil.Process(cluster.controller.pid)
+    controller.suspend()
     asyncio.run(ask())
+    until((cluster.folder / "again.log").exists)
+    controller.resume()
 
 
 def again_gave_up(cluster: Cluster) -> None:

@@ -196,13 +196,13 @@ def _hold() -> None:
     start_head()
     for order in map(str.strip, sys.stdin):
         if order == "head":
-            cluster.remove_node(cluster.head_node, allow_graceful=False)
+            cluster.remove_node(cluster.head_node, allow_graceful=False)  # type: ignore[no-untyped-call] # Ray's
             start_head()
             continue
         node = cluster.add_node(num_cpus=1, object_store_memory=_STORE_BYTES)
         raylet = node.all_processes["raylet"][0].process.pid
         print(json.dumps({"raylet": raylet}), file=answers, flush=True)
-    cluster.shutdown()
+    cluster.shutdown()  # type: ignore[no-untyped-call] # Ray's
 
 
 if __name__ == "__main__":

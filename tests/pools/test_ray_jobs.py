@@ -23,6 +23,9 @@ from tests.waiting import until
 pytestmark = [
     pytest.mark.ranks,
     pytest.mark.redis,
+    pytest.mark.timeout(
+        900
+    ),  # a scheduler and six agents start, which takes long on a busy machine
     pytest.mark.skipif(why_not_here() is not None, reason=why_not_here() or ""),
 ]
 

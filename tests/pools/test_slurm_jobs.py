@@ -15,6 +15,9 @@ from tests.waiting import until
 pytestmark = [
     pytest.mark.ranks,
     pytest.mark.redis,
+    pytest.mark.timeout(
+        900
+    ),  # a scheduler and six agents start, which takes long on a busy machine
     pytest.mark.skipif(why_not_here() is not None, reason=why_not_here() or ""),
 ]
 
@@ -40,26 +43,27 @@ def test_a_job_waits_trains_moves_before_a_time_limit_survives_a_lost_node_and_g
     taken = slurm.say("sbatch", "--parsable", "--nodes=3", "-o", "/dev/null", wrap).strip()
     until(lambda: len(slurm.idle_nodes()) == 1)
     # No checkpoint but that of an agent which is told to end. The rests last longer than all that happens.
-    long = {"train": {"steps": 150, "global_batch": 4, "seed": 7}, **LAST_CHECKPOINT}
-    job = cluster.submit(**long, model=paced(tmp_path, 2.0))
+    long = {"train": {"steps": 30, "global_batch": 4, "seed": 7}, **LAST_CHECKPOINT}
+    job = cluster.submit(**long, model=paced(tmp_path, 3.0))
     waiting = "waiting for 2 nodes of pool hpc: Resources"
     cluster.job_when(job.id, lambda now: now.state is JobState.QUEUED and now.reason == waiting)
     assert not cluster.client.nodes().items
 
     slurm.say("scancel", taken)
-    cluster.at_step(job.id, 3)
+    cluster.at_step(job.id, 1)
     (first,) = reservations(cluster)
     assert (first.state, len(first.node_ids)) == (ReservationState.READY, 2)
 
     # As Slurm does before a time limit, whose whole minutes would take too long here.
     slurm.say("scancel", "--batch", "--signal=USR1", f"--name=meshloom-{first.id}")
-    cluster.at_step(job.id, 4, attempt=2)
+    cluster.at_step(job.id, 2, attempt=2)
     one, two = cluster.client.attempts(job.id).items
     assert (one.exit_reason, two.resumed_from is not None) == ("node_drained", True)
 
     rank = cluster.rank_pid(job.id, 1, attempt=2)
     (lost,) = (name for name in slurm.nodes if rank in slurm.processes(name))
     slurm.kill_node(lost)
+    cluster.at_step(job.id, 1, attempt=3)
     set_pace(tmp_path, 0.0)
     done = cluster.rested(job.id)
     assert done.state is JobState.SUCCEEDED, done.failure

@@ -2,6 +2,7 @@
 
 from pydantic import BaseModel, ConfigDict, Field
 
+from services.contract.words.bounds import Positive
 from services.contract.words.ids import JobId
 
 
@@ -28,4 +29,4 @@ class OfAttempt(Message):
     """Speaks of one attempt of a job; ``fence`` is the attempt's number."""
 
     job_id: JobId
-    fence: int = Field(ge=1)
+    fence: Positive

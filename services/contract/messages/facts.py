@@ -15,15 +15,18 @@ from services.contract.words.bounds import (
     Addresses,
     AtMostOnePerRank,
     Baselines,
+    Code,
     Digest,
     ErrorTypes,
     EvaluationMetrics,
     Incarnation,
     Name,
     Notices,
+    Positive,
     Text,
     Traceback,
     Versions,
+    Whole,
 )
 from services.contract.words.ids import CheckpointId, NodeId, TraceId
 
@@ -36,9 +39,9 @@ _LONGEST_S: Final = 1e9
 class Device(Message):
     """One accelerator of a node."""
 
-    index: int = Field(ge=0)
+    index: Whole
     name: Name
-    memory_bytes: int = Field(ge=0)
+    memory_bytes: Whole
 
 
 class Inventory(Message):
@@ -49,9 +52,9 @@ class Inventory(Message):
     """
 
     hostname: Name
-    cpu_slots: int = Field(ge=0)
-    cpu_count: int = Field(ge=1)
-    memory_bytes: int = Field(ge=0)
+    cpu_slots: Whole
+    cpu_count: Positive
+    memory_bytes: Whole
     accelerators: Annotated[tuple[Device, ...], AtMostOnePerRank] = ()
     versions: Versions = Field(default_factory=dict)
     storage_id: Name | None = None
@@ -61,7 +64,7 @@ class Inventory(Message):
 class RunningGang(OfAttempt):
     """A gang of which an agent has live ranks, named when the agent (re)joins."""
 
-    ranks: Annotated[tuple[int, ...], AtMostOnePerRank]
+    ranks: Annotated[tuple[Whole, ...], AtMostOnePerRank]
 
 
 class NodeJoined(Message):
@@ -75,7 +78,7 @@ class NodeJoined(Message):
     kind: Literal["node_joined"] = "node_joined"
     node_id: NodeId
     incarnation: Incarnation
-    number: int = Field(default=0, ge=0)
+    number: Whole = 0
     inventory: Inventory
     gangs: Annotated[tuple[RunningGang, ...], AtMostOnePerRank] = ()
 
@@ -109,7 +112,7 @@ class GangLaunched(_GangFact):
     """
 
     kind: Literal["gang_launched"] = "gang_launched"
-    pids: Annotated[dict[int, int], AtMostOnePerRank]
+    pids: Annotated[dict[Whole, Whole], AtMostOnePerRank]
     store: Address | None = None
     addresses: Addresses = ()
 
@@ -134,7 +137,7 @@ class GangProgressed(_GangFact):
     """
 
     kind: Literal["gang_progressed"] = "gang_progressed"
-    step: int = Field(ge=0)
+    step: Whole
     throughput_unit: ThroughputUnit | None = None
     loss_unit: LossUnit | None = None
     notices: Notices = ()
@@ -145,7 +148,7 @@ class CheckpointBegan(_GangFact):
 
     kind: Literal["checkpoint_began"] = "checkpoint_began"
     checkpoint_id: CheckpointId
-    step: int = Field(ge=0)
+    step: Whole
 
 
 class CheckpointVoted(_GangFact):
@@ -156,7 +159,7 @@ class CheckpointVoted(_GangFact):
 
     kind: Literal["checkpoint_voted"] = "checkpoint_voted"
     checkpoint_id: CheckpointId
-    step: int = Field(ge=0)
+    step: Whole
     shard: ShardFile
     loss: float | None = None
     data_digest: Digest = ""
@@ -167,7 +170,7 @@ class CheckpointLinked(_GangFact):
     """The manifest stands in the commit chain at ``number``: the checkpoint is committed."""
 
     kind: Literal["checkpoint_linked"] = "checkpoint_linked"
-    number: int = Field(ge=1)
+    number: Positive
     manifest: Manifest
 
 
@@ -179,7 +182,7 @@ class CheckpointWaits(_GangFact):
 
     kind: Literal["checkpoint_waits"] = "checkpoint_waits"
     checkpoint_id: CheckpointId
-    step: int = Field(ge=0)
+    step: Whole
     condition: Text
 
 
@@ -207,7 +210,7 @@ class CheckpointVerified(_GangFact):
 
     kind: Literal["checkpoint_verified"] = "checkpoint_verified"
     checkpoint_id: CheckpointId
-    bytes: int = Field(ge=0)
+    bytes: Whole
 
 
 class CheckpointCorrupt(_GangFact):
@@ -236,7 +239,7 @@ class CheckpointExported(_GangFact):
     kind: Literal["checkpoint_exported"] = "checkpoint_exported"
     checkpoint_id: CheckpointId
     files: Annotated[tuple[Name, ...], AtMostOnePerRank]
-    bytes: int = Field(ge=0)
+    bytes: Whole
 
 
 class ExportFailed(_GangFact):
@@ -259,11 +262,11 @@ class TraceRecorded(_GangFact):
 
     kind: Literal["trace_recorded"] = "trace_recorded"
     trace_id: TraceId
-    rank: int = Field(ge=0)
+    rank: Whole
     path: Text
-    bytes: int = Field(ge=0)
-    first_step: int = Field(ge=0)
-    last_step: int = Field(ge=0)
+    bytes: Whole
+    first_step: Whole
+    last_step: Whole
 
 
 class TraceFailed(_GangFact):
@@ -271,7 +274,7 @@ class TraceFailed(_GangFact):
 
     kind: Literal["trace_failed"] = "trace_failed"
     trace_id: TraceId
-    rank: int | None = Field(default=None, ge=0)
+    rank: Whole | None = None
     reason: Text
 
 
@@ -291,10 +294,10 @@ class JobFound(_GangFact):
 
     kind: Literal["job_found"] = "job_found"
     card: JobCard
-    manifests: Annotated[dict[int, Manifest], AtMostOnePerRank]
+    manifests: Annotated[dict[Whole, Manifest], AtMostOnePerRank]
     damaged: Annotated[tuple[DamagedRecord, ...], AtMostOnePerRank] = ()
     is_running: bool = False
-    last_step: int = Field(default=0, ge=0)
+    last_step: Whole = 0
 
 
 class RecordsClosed(_GangFact):
@@ -322,9 +325,9 @@ class Evaluated(_GangFact):
     """
 
     kind: Literal["evaluated"] = "evaluated"
-    step: int = Field(ge=0)
+    step: Whole
     loss: float | None
-    tokens: int = Field(ge=1)
+    tokens: Positive
     baselines: Baselines = Field(default_factory=dict)
     metrics: EvaluationMetrics = Field(default_factory=dict)
 
@@ -353,13 +356,13 @@ class RankExit(Message):
     ``early``: why it finished before the job's last step without being asked to.
     """
 
-    rank: int = Field(ge=0)
-    pid: int
-    exit_code: int | None = None
-    signal: int | None = None
-    order: int = Field(ge=0)
+    rank: Whole
+    pid: Whole
+    exit_code: Code | None = None
+    signal: Code | None = None
+    order: Whole
     standing: ExitStanding = ExitStanding.OWN_FAILURE
-    step: int = Field(ge=0)
+    step: Whole
     phase: Name
     finished: bool = False
     drained: bool = False
@@ -376,8 +379,8 @@ class ReplicaReady(_GangFact):
     """
 
     kind: Literal["replica_ready"] = "replica_ready"
-    replica: int = Field(ge=0)
-    life: int = Field(ge=1)
+    replica: Whole
+    life: Positive
     store: Address
 
 
@@ -385,8 +388,8 @@ class ReplicaLost(_GangFact):
     """No rank of this life of a replica lives any more, and other ranks of the attempt may."""
 
     kind: Literal["replica_lost"] = "replica_lost"
-    replica: int = Field(ge=0)
-    life: int = Field(ge=1)
+    replica: Whole
+    life: Positive
     exits: Annotated[tuple[RankExit, ...], AtMostOnePerRank] = ()
 
 
@@ -410,9 +413,9 @@ class GangEnded(_GangFact):
     kind: Literal["gang_ended"] = "gang_ended"
     first_exit_s: float | None = Field(default=None, ge=0, le=_LONGEST_S)
     exits: Annotated[tuple[RankExit, ...], AtMostOnePerRank]
-    last_step: int = Field(ge=0)
+    last_step: Whole
     hang: Findings | None = None
-    oom_kills: int = Field(default=0, ge=0)
+    oom_kills: Whole = 0
 
 
 Fact = Annotated[

@@ -5,7 +5,15 @@ from typing import Annotated, Final, Literal
 from pydantic import Field
 
 from services.contract.messages.base import Address, Message
-from services.contract.words.bounds import AtMostOnePerRank, Name, Numbers, Text, Traceback
+from services.contract.words.bounds import (
+    AtMostOnePerRank,
+    Name,
+    Numbers,
+    Positive,
+    Text,
+    Traceback,
+    Whole,
+)
 
 _FRAMES: Final = 256
 MOST_CONNECTIONS: Final = 64
@@ -20,8 +28,8 @@ class Unanswered(Message):
 
     here: Address
     there: Address
-    retries: int = Field(ge=1)
-    waiting_bytes: int = Field(default=0, ge=0)
+    retries: Positive
+    waiting_bytes: Whole = 0
     is_open: bool = True
 
 
@@ -36,11 +44,11 @@ class RankFinding(Message):
     because memory was refused. ``unanswered``: its connections whose other end acknowledges nothing.
     """
 
-    rank: int = Field(ge=0)
-    pid: int
+    rank: Whole
+    pid: Whole
     phase: Name
     unit: Name | None = None
-    step: int = Field(default=0, ge=0)
+    step: Whole = 0
     process: Name = ""
     still_s: float = Field(default=0.0, ge=0)
     pulse_age_s: float | None = None

@@ -16,7 +16,7 @@ from fsdp_core.plan.model import (
 from services.contract.jobs.specs import CarriedSpec
 from services.contract.messages.base import Message
 from services.contract.messages.rank_pipe import ThroughputUnit
-from services.contract.words.bounds import Incarnation, Text, Traceback
+from services.contract.words.bounds import Incarnation, Positive, Text, Traceback
 from services.contract.words.ids import NodeId, ProbeId
 
 DeviceType = Literal["cpu", "cuda"]
@@ -99,7 +99,7 @@ class ModelProbed(Message):
     took_s: float = Field(ge=0)
     profile: Profile | None = None
     optimizer: OptimizerFacts | None = None
-    sequence_tokens: int | None = Field(default=None, ge=1)
+    sequence_tokens: Positive | None = None
     throughput_unit: ThroughputUnit = "tokens"
     failure: ProbeFailure | None = None
 

@@ -6,11 +6,14 @@ from pydantic import Field
 
 from services.contract.messages.base import Message
 from services.contract.words.bounds import (
+    MOST_MS,
     MOST_SECONDS,
     MetricValues,
     Name,
     Numbers,
+    Positive,
     Traceback,
+    Whole,
     cut_to,
 )
 from services.contract.words.ids import NodeId
@@ -33,15 +36,15 @@ class RankSample(Message):
     most others had issued. Both are None where nobody is compared with it.
     """
 
-    rank: int = Field(ge=0)
-    local_rank: int = Field(ge=0)
-    fence: int = Field(ge=1)
+    rank: Whole
+    local_rank: Whole
+    fence: Positive
     node_id: NodeId
     device: Name
-    pid: int
+    pid: Whole
     phase: Name
     unit: Name | None = None
-    step: int = Field(ge=0)
+    step: Whole
     loss: float | None = None
     tokens_per_s: float | None = None
     step_time_s: float | None = Field(default=None, ge=0, le=MOST_SECONDS)
@@ -51,14 +54,16 @@ class RankSample(Message):
         le=MOST_SECONDS,
         description="of step_time_s, spent waiting for the rank's data",
     )
-    memory_bytes: int = Field(default=0, ge=0)
-    peak_bytes: int | None = Field(default=None, ge=0)
+    memory_bytes: Whole = 0
+    peak_bytes: Whole | None = None
     issued: Numbers = Field(default_factory=dict)
     completed: Numbers = Field(default_factory=dict)
     beat_age_s: float = Field(default=0.0, ge=0)
     arrival_lag_s: float | None = Field(default=None, ge=0)
     straggler_score: float | None = Field(default=None, ge=0, le=1)
-    seen_ms: int = Field(default=0, ge=0, description="Redis TIME of the beat, milliseconds")
+    seen_ms: Whole = Field(
+        default=0, le=MOST_MS, description="Redis TIME of the beat, milliseconds"
+    )
 
 
 class RankStacks(Message):
@@ -67,8 +72,8 @@ class RankStacks(Message):
     Empty where it did not answer.
     """
 
-    rank: int = Field(ge=0)
-    fence: int = Field(ge=1)
+    rank: Whole
+    fence: Positive
     node_id: NodeId
     text: Traceback
 
@@ -80,8 +85,8 @@ class StepRecord(Message):
     null, for JSON has no word for it.
     """
 
-    step: int = Field(ge=1)
-    fence: int = Field(ge=1)
+    step: Positive
+    fence: Positive
     loss: float | None
     grad_norm: float | None = None
     learning_rate: float | None = None
@@ -93,16 +98,16 @@ class StepRecord(Message):
         le=MOST_SECONDS,
         description="of step_time_s, what rank 0 waited for its data",
     )
-    memory_bytes: int | None = Field(
+    memory_bytes: Whole | None = Field(
         default=None,
         ge=0,
         description="the most that a rank on the node of rank 0 held after the step, as of a sample",
     )
-    time_ms: int | None = Field(
-        default=None, ge=0, description="when rank 0 ended the step, by the clock of its node"
+    time_ms: Whole | None = Field(
+        default=None, le=MOST_MS, description="when rank 0 ended the step, by the clock of its node"
     )
-    of: int | None = Field(
-        default=None, ge=1, description="how many steps there will be, as the job's script says"
+    of: Positive | None = Field(
+        default=None, description="how many steps there will be, as the job's script says"
     )
 
 
@@ -113,18 +118,18 @@ class MetricRecord(Message):
     nothing is kept.
     """
 
-    step: int = Field(ge=0)
-    fence: int = Field(ge=1)
+    step: Whole
+    fence: Positive
     values: MetricValues = Field(default_factory=dict)
-    left_out: int = Field(default=0, ge=0)
+    left_out: Whole = 0
 
 
 class LogLine(Message):
     """One line that a rank wrote. ``time_ms`` is the node's wall clock when the agent read it."""
 
-    rank: int = Field(ge=0)
-    fence: int = Field(ge=1)
+    rank: Whole
+    fence: Positive
     stream: Literal["stdout", "stderr"]
     level: Literal["debug", "info", "warning", "error"] = "info"
-    time_ms: int = Field(ge=0)
+    time_ms: Whole = Field(le=MOST_MS)
     text: Annotated[str, cut_to(LINE_CHARACTERS)]

@@ -42,6 +42,7 @@ _NOT_FOUND: Final = frozenset({"404", "NoSuchKey", "NoSuchUpload"})
 _TAKEN: Final = frozenset({"412", "PreconditionFailed", "409", "ConditionalRequestConflict"})
 _TIMES_OUT_S: Final = 10
 _TRIES: Final = 3
+_MAKING_A_CLIENT: Final = threading.Lock()
 _CONFIG: Final = Config(
     connect_timeout=_TIMES_OUT_S,
     read_timeout=2 * _TIMES_OUT_S,
@@ -81,7 +82,6 @@ class Bucket:
     def __init__(self, address: BucketAddress, part_bytes: int = PART_BYTES) -> None:
         self.address = address
         self._part_bytes = part_bytes
-        self._client_made = threading.Lock()
         self._client: S3Client | None = None
         self._uploads: dict[str, _Upload] = {}
         self._is_proven = False
@@ -215,7 +215,7 @@ class Bucket:
             try:
                 self._send_parts(name, file, upload, go_on)
             except FileNotFoundError:
-                # It was finished by a request whose answer was lost, or somebody gave it up.
+                # It was finished by a request whose answer was lost, or was given up.
                 del self._uploads[name]
                 if self.size(name) != about.st_size:
                     raise
@@ -245,9 +245,9 @@ class Bucket:
     @property
     def _s3(self) -> "S3Client":
         # Making a client is not safe under threads, using one is.
-        with self._client_made:
+        with _MAKING_A_CLIENT:
             if self._client is None:
-                self._client = boto3.session.Session().client("s3", config=_CONFIG)
+                self._client = boto3.client("s3", config=_CONFIG)
             return self._client
 
     def _key(self, name: str) -> str:

@@ -4,7 +4,15 @@ from typing import Annotated, Final, Literal
 
 from pydantic import BaseModel, ConfigDict, FailFast, Field, TypeAdapter
 
-from services.contract.words.bounds import AtMostOnePerRank, Digest, EvaluationMetrics, Name, Text
+from services.contract.words.bounds import (
+    AtMostOnePerRank,
+    Digest,
+    EvaluationMetrics,
+    Name,
+    Positive,
+    Text,
+    Whole,
+)
 from services.contract.words.ids import CheckpointId, JobId
 
 FORMAT_VERSION: Final = 1
@@ -20,7 +28,7 @@ class ShardFile(_Record):
 
     rank: int = Field(ge=0, lt=1 << 31)
     name: Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$", max_length=255)]
-    bytes: int = Field(ge=0, lt=1 << 63)
+    bytes: Whole
     sha256: Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
 
 
@@ -35,9 +43,9 @@ class Manifest(_Record):
     version: Literal[1] = FORMAT_VERSION
     job_id: JobId
     checkpoint_id: CheckpointId
-    fence: int = Field(ge=1)
-    step: int = Field(ge=0)
-    world_size: int = Field(ge=1)
+    fence: Positive
+    step: Whole
+    world_size: Positive
     loss: float | None = None
     data_digest: Digest = ""
     evaluation: EvaluationMetrics = Field(default_factory=dict)
@@ -55,7 +63,7 @@ class AttemptOpened(_Record):
     kind: Literal["attempt_opened"] = "attempt_opened"
     version: Literal[1] = FORMAT_VERSION
     job_id: JobId
-    fence: int = Field(ge=1)
+    fence: Positive
 
 
 class CheckpointDeleted(_Record):
@@ -64,14 +72,14 @@ class CheckpointDeleted(_Record):
     kind: Literal["checkpoint_deleted"] = "checkpoint_deleted"
     version: Literal[1] = FORMAT_VERSION
     job_id: JobId
-    fence: int = Field(ge=1)
+    fence: Positive
     checkpoint_id: CheckpointId
 
 
 class DamagedRecord(_Record):
     """A number of the chain that is taken and whose record cannot be read."""
 
-    number: int = Field(ge=1)
+    number: Positive
     name: Name
     reason: Text
 

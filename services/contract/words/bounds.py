@@ -8,7 +8,7 @@ import math
 from collections.abc import Callable, Mapping
 from typing import Annotated, Any, Final
 
-from pydantic import BeforeValidator, StringConstraints
+from pydantic import BeforeValidator, Field, StringConstraints
 
 ERROR_CHARACTERS: Final = 4_096
 TRACEBACK_CHARACTERS: Final = 32_768
@@ -27,6 +27,8 @@ _ADDRESSES_KEPT: Final = 16
 _MOST: Final = (1 << 63) - 1
 MOST_SECONDS: Final = 1e9
 """No duration that a rank reports is longer: some thirty years. Beyond it sums would overflow."""
+MOST_MS: Final = 253_402_300_799_000
+"""The end of the year 9999, in milliseconds since 1970: no later time can be shown."""
 
 
 _masks: Final[list[Callable[[str], str]]] = []
@@ -132,6 +134,12 @@ def _at_most(limit: int) -> BeforeValidator:
     return BeforeValidator(check)
 
 
+Whole = Annotated[int, Field(ge=0, le=_MOST)]
+"""Of 64 bits: one of hundreds of digits has no float, and whatever counts with it fails."""
+Positive = Annotated[int, Field(ge=1, le=_MOST)]
+"""The same, from 1."""
+Code = Annotated[int, Field(ge=-(1 << 31), lt=1 << 31)]
+"""What a process ended with: an exit code, a signal."""
 Text = Annotated[str, cut_to(ERROR_CHARACTERS)]
 """For people: an error, a reason."""
 Name = Annotated[str, cut_to(NAME_CHARACTERS)]

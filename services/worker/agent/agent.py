@@ -224,9 +224,11 @@ class Agent:
                 ]
                 reading = group.create_task(self._inbox.run())
                 await stopping
-                await empty_node(self._session, self._supervisor, self._commits, self._grace_s)
+                has_moved = await empty_node(
+                    self._session, self._supervisor, self._commits, self._grace_s
+                )
                 reading.cancel()
-                await self._wind_down()
+                await self._wind_down(keeps_lease=has_moved)
             joining.cancel()
             for task in background:
                 task.cancel()
@@ -244,7 +246,11 @@ class Agent:
         self._session.join()
         _log.info("node_joined", incarnation=self._incarnation)
 
-    async def _wind_down(self) -> None:
+    async def _wind_down(self, *, keeps_lease: bool) -> None:
+        """Leave; a lease that is kept runs out by itself.
+
+        A controller that has not read yet how gangs ended would take the lease's end for a loss of the node.
+        """
         # Told first: else the next attempt would be placed here as soon as this one has ended.
         self._session.leave()
         self._supervisor.condemn_all("the agent was stopped")
@@ -254,8 +260,10 @@ class Agent:
         try:
             async with asyncio.timeout(_TOLD_WITHIN_S):
                 await self._outbox.emptied()
-                await self._session.release_lease()
+                if not keeps_lease:
+                    await self._session.release_lease()
                 await self._journal.flush()
+                await self._journal.publish()
         except (TimeoutError, *REDIS_AWAY) as error:
             _log.warning("left_without_telling", why=str(error) or "Redis is unreachable")
         else:

@@ -53,7 +53,7 @@ class Commits:
 
 async def empty_node(
     session: Session, supervisor: Supervisor, commits: Commits, grace_s: float
-) -> None:
+) -> bool:
     """Have gangs write a checkpoint and move elsewhere; return once they have, or the grace is over.
 
     Args:
@@ -61,11 +61,15 @@ async def empty_node(
         supervisor: Of the gangs; it goes on to carry out commands meanwhile.
         commits: What is awaited of this agent.
         grace_s: Seconds; 0: gangs are not asked to move.
+
+    Returns:
+        Whether there were any.
     """
     if supervisor.is_idle or not grace_s:
-        return
+        return False
     session.set_out(grace_s)
     with contextlib.suppress(TimeoutError):
         async with asyncio.timeout(grace_s):
             await supervisor.emptied()
             await commits.settled()
+    return True

@@ -139,7 +139,7 @@ class AgentSettings(BaseSettings):
         default=0.0,
         ge=0,
         le=86_400,
-        description="Seconds in which gangs write a checkpoint and move elsewhere when the agent is told to end (SIGTERM); 0: they are killed at once.",
+        description="Seconds in which gangs write a checkpoint and move elsewhere when the agent is asked to end (SIGTERM); 0: they are killed at once.",
     )
     trainer: str = Field(
         default="services.worker.rank.loop.trainer:train",

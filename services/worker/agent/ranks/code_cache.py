@@ -208,7 +208,11 @@ class CodeCache:
             job_folder.mkdir(parents=True, exist_ok=True)
             _write(place, body)
             if self._copies is not None:
-                self._copies.publish(place)
+                try:
+                    self._copies.publish(place)
+                except OSError:
+                    place.unlink(missing_ok=True)  # else the next launch takes it for published
+                    raise
 
     def _remove_least_used(self, in_use: frozenset[str]) -> None:
         """Of archives that nobody has, the last used ones stay."""

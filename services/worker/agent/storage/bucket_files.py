@@ -61,6 +61,7 @@ class BucketFiles:
         self._counting = threading.Lock()
         self._copies: OrderedDict[Path, int] = OrderedDict()
         self._loading: dict[str, set[Path]] = {}
+        self._gone_before: set[Path] = set()
 
     @property
     def root(self) -> Path:
@@ -132,8 +133,14 @@ class BucketFiles:
         return sorted(path for path in {*there, *parent.glob("*")} if path.match(pattern))
 
     def jobs(self) -> list[str]:
-        """See ``SharedFiles.jobs``."""
-        return sorted(filter(is_job_id, self._bucket.folders("")))
+        """See ``SharedFiles.jobs``. Copies of jobs that the bucket does not hold, twice in a row, go: they were purged."""
+        there = set(filter(is_job_id, self._bucket.folders("")))
+        gone = {path for path in self._root.glob("job_*") if path.name not in there}
+        # Not at the first look: an attempt may have been about to be opened.
+        for folder in gone & self._gone_before:
+            self.drop_copy(folder)
+        self._gone_before = gone
+        return sorted(there)
 
     def pull_file(self, path: Path) -> None:
         """See ``SharedFiles.pull_file``."""
@@ -145,7 +152,7 @@ class BucketFiles:
         with self._lock(folder):
             for name, (size, _) in self._bucket.names(self._name(folder)).items():
                 path = folder / name
-                # A closed file is written anew by any node; what grows is written by one.
+                # A closed file is replaced by any node; what grows is written by one.
                 if name.endswith(_CLOSED) or not path.exists() or path.lstat().st_size < size:
                     self._download(path)
 

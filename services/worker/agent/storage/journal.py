@@ -77,7 +77,7 @@ class Journal:
             await asyncio.sleep(self._every_s)
             await self.flush()
             if time.monotonic() >= self._publish_at:
-                await asyncio.to_thread(self._publish)
+                await self.publish()
 
     async def flush(self, job_id: str | None = None) -> None:
         """Append what waits now, of this job or (None) of all."""
@@ -104,8 +104,12 @@ class Journal:
         else:
             self._refused = None
 
+    async def publish(self) -> None:
+        """Have all nodes see what was appended."""
+        await asyncio.to_thread(self._publish)
+
     def _publish(self) -> None:
-        """Have all nodes see what was appended; a bucket takes whole files, so not too often."""
+        # A bucket takes whole files: so it is not done at each flush.
         began = time.monotonic()
         for path in list(self._unpublished):
             self._unpublished.discard(path)

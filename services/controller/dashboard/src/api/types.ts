@@ -1,6 +1,6 @@
 // Written by `npm run types` from tests/controller/openapi.json; not to be edited.
-// document 1fd99324cdf1408fe973e27df99f774dcdf1a8158a3d7b565db554e079b581eb
-// types 3ff8d4e383dcd9a66ad57c5b88aba2e144b63abc7ef0663d4510fb6d137426e2
+// document be19a2a8c6cc167275bc28b22470b14f1ec01d217aea5d42b96ef2706b5a60d3
+// types 485384f6c23726fba3f2576c96404bd4649215ca7f2b4b3b8f6486ccb685cc31
 
 export type paths = Record<string, never>;
 export type webhooks = Record<string, never>;
@@ -833,6 +833,7 @@ export interface components {
          * @description The resources of a node. ``cpu_slots`` is how many CPU ranks it runs at a time.
          *
          *     ``storage_id``: the name that the storage of checkpoints has for all nodes that share it; None: unknown.
+         *     ``storage_fault``: why no job could use it when the agent started, as far as that was tried.
          */
         Inventory: {
             /**
@@ -848,6 +849,8 @@ export interface components {
             hostname: string;
             /** Memory Bytes */
             memory_bytes: number;
+            /** Storage Fault */
+            storage_fault: string | null;
             /** Storage Id */
             storage_id: string | null;
             /** Versions */
