@@ -87,13 +87,17 @@ def restore(redis: Path, checkpoints: Path, backup: Path) -> int:
 
 
 def _copy_redis(source: Path, target: Path) -> None:
-    (manifest,) = source.glob("*.manifest")
+    # While a rewrite replaces it, there is another one, temp-…, that is not yet in force.
+    (manifest,) = source.glob("[!t]*.manifest")
     before = manifest.read_text()
     _make_like(source, target)
     # Lines such as `file appendonly.aof.1.base.rdb seq 1 type b`; the last file grows while it is copied.
     names = [line.split()[1] for line in before.splitlines() if line.startswith("file ")]
     for name in names:
-        _copy_file(source / name, target / name)
+        try:
+            _copy_file(source / name, target / name)
+        except FileNotFoundError:
+            raise _ChangedError from None
     # A rewrite replaces the files and then the manifest.
     if manifest.read_text() != before:
         raise _ChangedError

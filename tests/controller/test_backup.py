@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 from redis import Redis
+from redis.exceptions import AuthenticationError, ResponseError
 from redis.exceptions import ConnectionError as RedisConnectionError
 
 from services.contract.storage.commit_chain import CommitChain
@@ -20,11 +21,14 @@ from services.contract.storage.manifests import (
     ShardFile,
 )
 from services.contract.words.ids import checkpoint_id, new_job_id
+from services.controller.acl import acl_file
 from services.controller.backup import BackupError, restore, save
 from tests.waiting import until
 
 JOB = new_job_id(1, bytes(10))
-SHARD_BYTES = 200_000
+SHARD_BYTES = 400_000
+KEPT = 10
+PASSWORD = "0123456789abcdef"  # noqa: S105 of a server that lives for a moment
 
 
 @pytest.fixture
@@ -97,11 +101,11 @@ def test_each_commit_of_a_copy_has_its_shards_while_checkpoints_are_made_and_ret
 
     def commit_and_retire(step: int) -> None:
         alive.append(commit(chain, step))
-        if len(alive) > 1:
-            retire(chain, alive.pop(0))
+        if len(alive) > KEPT:
+            retire(chain, alive.pop(KEPT // 2))
 
     with meanwhile(commit_and_retire):
-        until(lambda: len(chain.read().records) > 3)
+        until(lambda: len(chain.read().records) > 3 * KEPT)
         for number in range(10):
             assert save(redis, storage, backup / str(number)) == 1
     newest = []
@@ -161,12 +165,15 @@ def test_without_an_append_only_file_there_is_nothing_to_save(tmp_path: Path) ->
 
 
 @contextmanager
-def append_only_redis(folder: Path) -> Iterator[Redis]:
-    """A Redis 7 that writes each change to its file before it answers."""
+def append_only_redis(
+    folder: Path, users: Path | None = None, username: str | None = None
+) -> Iterator[Redis]:
+    """A Redis 7 that writes each change to its file before it answers, and a client that is this user."""
     folder.mkdir(exist_ok=True)
     path = folder.parent / "redis.sock"
-    command = ["redis-server", "--port", "0", "--unixsocket", path, "--dir", folder, "--save", ""]
-    command += ["--appendonly", "yes", "--appendfsync", "always"]
+    command = ["redis-server", "--port", "0", "--unixsocket", str(path), "--dir", str(folder)]
+    command += ["--save", "", "--appendonly", "yes", "--appendfsync", "always"]
+    command += [] if users is None else ["--aclfile", str(users)]
     process = subprocess.Popen(command, stdout=subprocess.DEVNULL)
 
     def answers() -> bool:
@@ -177,7 +184,12 @@ def append_only_redis(folder: Path) -> Iterator[Redis]:
             return False
 
     try:
-        with Redis(unix_socket_path=str(path), decode_responses=True) as redis:
+        with Redis(
+            unix_socket_path=str(path),
+            decode_responses=True,
+            username=username,
+            password=username and PASSWORD,
+        ) as redis:
             until(answers)
             yield redis
     finally:
@@ -215,3 +227,34 @@ def test_all_that_redis_had_acknowledged_is_in_a_copy_that_is_made_while_it_rewr
         restore(target, tmp_path / f"storage-{number}", tmp_path / f"backup-{number}")
         with append_only_redis(target) as redis:
             assert redis.exists(*(f"key:{step}" for step in range(1, count + 1))) == count
+
+
+@pytest.mark.redis
+@pytest.mark.skipif(shutil.which("redis-server") is None, reason="PATH has no redis-server")
+def test_a_redis_with_our_users_starts_again_with_what_transactions_and_scripts_wrote(
+    tmp_path: Path,
+) -> None:
+    users = tmp_path / "users.acl"
+    users.write_text(acl_file(PASSWORD, [("node-1", "fedcba9876543210")]))
+    with append_only_redis(tmp_path / "redis") as bare:
+        if int(str(bare.info("server")["redis_version"]).split(".", maxsplit=1)[0]) < 7:
+            pytest.skip("the users need Redis 7")
+    with append_only_redis(tmp_path / "redis", users, "controller") as redis:
+        with redis.pipeline(transaction=True) as transaction:
+            transaction.set("ml:one", "1")
+            transaction.set("ml:two", "2")
+            transaction.execute()
+        script = "redis.call('SET', KEYS[1], '3') redis.call('SET', KEYS[2], '4')"
+        redis.eval(script, 2, "ml:three", "ml:four")
+    with append_only_redis(tmp_path / "redis", users, "controller") as redis:
+        kept = redis.mget("ml:one", "ml:two", "ml:three", "ml:four")
+        assert kept == ["1", "2", "3", "4"]
+        # No other user comes in, not even with an empty password.
+        for name, password in ((None, None), ("default", ""), ("default", "x")):
+            with (
+                Redis(
+                    unix_socket_path=str(tmp_path / "redis.sock"), username=name, password=password
+                ) as other,
+                pytest.raises((AuthenticationError, ResponseError)),
+            ):
+                other.get("ml:one")

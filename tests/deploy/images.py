@@ -61,14 +61,15 @@ class Workshop:
             )
         return self._mounted(tag)
 
-    def others(self) -> Image:
-        """A Debian with Redis and Prometheus, in place of their images."""
+    def others(self) -> dict[str, Image]:
+        """A Debian with Redis and Prometheus, in place of the images of those services."""
         tag = self._imported("others", self._debian("others", _OTHERS))
         image = self._mounted(tag)
         for folder, user in (("data", "redis"), ("prometheus", "nobody")):
             (image.rootfs / folder).mkdir(exist_ok=True)
             self._in(image, "chown", user, f"/{folder}")
-        return image
+        # Redis's image has an entry point, too, but one that runs what it is given.
+        return {"redis": image, "prometheus": Image(image.rootfs, {"Entrypoint": ["prometheus"]})}
 
     def removed(self) -> None:
         """Remove containers and mounts; images stay."""
@@ -104,6 +105,9 @@ class Workshop:
                 *("--constraint", str(ROOT / "constraints.txt")),
                 *(_TORCH, "numpy", "hatchling", "async-timeout", f"{ROOT}[controller,agent,rank]"),
             )
+            for older in self.folder.glob("wheels-*"):
+                if older != draft:
+                    shutil.rmtree(older)
             draft.rename(folder)
         return folder
 

@@ -73,7 +73,7 @@ def project(folder: Path, secrets_folder: Path) -> Iterator[Project]:
         )
         images = dict.fromkeys(("redis-users", "controller"), controller)
         images |= dict.fromkeys(("worker-cpu", "backup", "restore"), worker)
-        images |= dict.fromkeys(("redis", "prometheus"), others)
+        images |= others
         stack.mkdir()
         running = Project(file, images, stack, secrets_folder)
         with running.network():
@@ -123,6 +123,12 @@ def at_a_commit(client: RestClient, job_id: str) -> None:
         return any(each.state is committed for each in client.checkpoints(job_id).items)
 
     until(look, timeout_s=600)
+
+
+def assert_redis_had_all(project: Project) -> None:
+    """Redis has loaded its file without a refusal, and no job had to be found in storage."""
+    assert "CRITICAL" not in project.containers["redis"].log.read_text()
+    assert "job_found_again" not in project.containers["controller"].log.read_text()
 
 
 def test_a_job_trains_and_its_export_is_downloaded_by_a_controller_that_only_reads_the_storage(
@@ -210,11 +216,15 @@ def test_prometheus_scrapes_with_its_token_and_has_the_rules(
     project.up("prometheus")
 
     def health() -> str:
+        container = project.containers["prometheus"]
+        assert container.process.poll() is None, container.log.read_text()
         try:
-            answer = httpx.get("http://127.0.0.1:9090/api/v1/targets").json()
+            answer = httpx.get("http://127.0.0.1:9090/api/v1/targets")
         except httpx.TransportError:
             return ""
-        return str([each["health"] for each in answer["data"]["activeTargets"]])
+        if answer.status_code != httpx.codes.OK:  # it reads its files yet
+            return ""
+        return str([each["health"] for each in answer.json()["data"]["activeTargets"]])
 
     # Its token is made after it has started, as an operator does.
     until(lambda: health() == "['down']", timeout_s=120)
@@ -249,6 +259,7 @@ def test_new_containers_on_the_same_volumes_lose_no_step_and_a_backup_brings_all
     up(project)
     assert rested(client, upgraded) is JobState.SUCCEEDED, client.job(upgraded).failure
     assert client.job(upgraded).restarts == 0
+    assert_redis_had_all(project)
     assert losses(client, upgraded) == losses(client, undisturbed)
 
     saved = client.submit(tiny_spec(**PACED)).id
@@ -260,5 +271,6 @@ def test_new_containers_on_the_same_volumes_lose_no_step_and_a_backup_brings_all
     assert "with their checkpoints" in project.once("restore")
     up(project)
     assert {job.id for job in client.jobs().items} == kept
+    assert_redis_had_all(project)
     assert rested(client, saved) is JobState.SUCCEEDED, client.job(saved).failure
     assert losses(client, saved) == losses(client, undisturbed)
