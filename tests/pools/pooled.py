@@ -24,7 +24,7 @@ from tests.waiting import until
 _AGAIN: Final = "launched-again"
 _FILE: Final = "pools.yaml"
 _LOST: Final = ReservationState.LOST
-CHECKPOINTS: Final = {"checkpoint": {"every_steps": 10}}
+CHECKPOINTS: Final = {"checkpoint": {"every_steps": 3}}
 LAST_CHECKPOINT: Final = {"checkpoint": {"every_steps": 100_000}}
 
 

@@ -49,9 +49,11 @@ def test_three_nodes_train_on_while_the_head_restarts_four_wait_and_a_lost_one_c
 ) -> None:
     endless = {"train": {"steps": 100_000, "global_batch": 12, "seed": 7}, **CHECKPOINTS}
     job = cluster.submit(**endless, model=paced(tmp_path, 0.3), resources={"ranks": 3})
-    cluster.committed(job.id)
+    until(lambda: [each.state for each in reservations(cluster)] == [ReservationState.READY])
     (first,) = reservations(cluster)
-    assert (first.state, len(first.node_ids)) == (ReservationState.READY, 3)
+    assert len(first.node_ids) == 3
+    cluster.at_step(job.id, 1)
+    cluster.committed(job.id)
     launch_again(cluster, first)
 
     larger = cluster.submit(**endless, model=paced(tmp_path, 0.3), resources={"ranks": 4})

@@ -1,5 +1,5 @@
 // Written by `npm run types` from tests/controller/openapi.json; not to be edited.
-// document be19a2a8c6cc167275bc28b22470b14f1ec01d217aea5d42b96ef2706b5a60d3
+// document f99b4c99eef7fe52136ba4462fb4a7fac4d32bc5f8d85d97f93bd977ab2aed40
 // types 485384f6c23726fba3f2576c96404bd4649215ca7f2b4b3b8f6486ccb685cc31
 
 export type paths = Record<string, never>;
