@@ -108,10 +108,10 @@ class S3Server:
     _client: Any
 
     def fail(self, fault: Fault) -> None:
-        """Answer so from now on, until ``mend``."""
+        """Answer so from now on, until ``repair``."""
         self._order(asdict(fault))
 
-    def mend(self) -> None:
+    def repair(self) -> None:
         """Answer as a store does."""
         self._order(None)
 

@@ -121,7 +121,7 @@ def _storage(nodes: Sequence[NodeView]) -> Iterator[Finding]:
             "storage",
             healthy=False,
             detail=f"of {', '.join(names[:_MOST_NAMED])}: {fault}",
-            advice="restart the agents when that is mended",
+            advice="restart the agents when that is repaired",
         )
     if len(nodes) > 1 and by_storage:
         several = "; ".join(

@@ -150,7 +150,7 @@ def _in_bucket(
     for name, value in server.environment.items():
         monkeypatch.setenv(name, value)
     yield Place(tmp_path, server, tmp_path.name)
-    server.mend()
+    server.repair()
 
 
 def commit(manifest: Manifest) -> CommitCheckpoint:
@@ -342,7 +342,7 @@ def test_a_vote_waits_for_a_bucket_that_refuses_and_goes_on_when_it_answers(
 
         def on_waits(_rank: int, _vote: RankVote, why: str) -> None:
             if not waits:
-                threading.Thread(target=server.mend).start()
+                threading.Thread(target=server.repair).start()
             waits.append(why)
 
         def on_checked(_rank: int, _vote: RankVote, fault: str | None) -> None:
@@ -375,7 +375,7 @@ def test_a_commit_that_the_bucket_refuses_is_told_with_the_condition(bucket: Pla
     assert isinstance(told[-1], CheckpointUnread)
     assert storage.files.identity() is None
     assert "answers SlowDown" in str(storage.files.fault())
-    bucket.server.mend()
+    bucket.server.repair()
     assert isinstance(storage.commit(commit(manifest)), CheckpointLinked)
 
 
@@ -404,7 +404,7 @@ def test_an_agent_killed_within_an_upload_leaves_nothing_that_counts(bucket: Pla
         assert agent.stdout is not None
         assert agent.stdout.readline() == b"waits\n"
         agent.send_signal(signal.SIGKILL)
-    server.mend()
+    server.repair()
     assert [key for key in server.unfinished() if name in key]
     assert bucket.committed("node-2") == []
     bucket.on("node-2").open_attempt(launch(2))
@@ -476,7 +476,7 @@ def test_code_whose_upload_was_refused_is_uploaded_by_the_next_launch(
     bucket.server.fail(Fault(methods=("PUT",)))
     with pytest.raises(StorageAwayError):
         cache._keep_copy(files.root / JOB, b"an archive")
-    bucket.server.mend()
+    bucket.server.repair()
     cache._keep_copy(files.root / JOB, b"an archive")
     (name,) = bucket.names()
     other = bucket.on("node-2").root / JOB / name

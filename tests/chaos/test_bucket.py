@@ -55,7 +55,7 @@ def test_a_job_over_two_nodes_without_shared_storage_goes_on_from_the_bucket(
     assert "s3://checkpoints/cluster answers SlowDown (HTTP 503)" in (waits.reason or "")
     cluster.at_step(job.id, HELD_AT)
     assert _commits(server, job.id) == 1
-    server.mend()
+    server.repair()
     until(lambda: _commits(server, job.id) > 1, timeout_s=PATIENCE_S)
     cluster.rank_pid(job.id, 1, attempt=1).kill()
     cluster.job_when(job.id, lambda job: job.attempt > 1)

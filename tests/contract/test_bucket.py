@@ -27,7 +27,7 @@ def bucket(
     for name, value in server.environment.items():
         monkeypatch.setenv(name, value)
     yield Bucket(BucketAddress(BUCKET, request.node.name), PART)
-    server.mend()
+    server.repair()
 
 
 def test_of_two_writers_of_one_name_one_is_refused(bucket: Bucket) -> None:
@@ -92,7 +92,7 @@ def test_an_upload_that_is_refused_halfway_goes_on_behind_the_parts_that_are_the
     assert bucket.folders("") == {"shard"}  # unfinished: found, so that it can be removed
     with pytest.raises(FileNotFoundError):
         bucket.size("shard")
-    server.mend()
+    server.repair()
     sent.clear()
     bucket.upload("shard", path, part_begins)
     assert len(sent) == 2  # of three parts
@@ -110,7 +110,7 @@ def test_a_file_that_changed_is_uploaded_from_its_beginning(
     server.fail(Fault(methods=("PUT",), after=1))
     with pytest.raises(StorageAwayError):
         bucket.upload("shard", path)
-    server.mend()
+    server.repair()
     path.write_bytes(b"x" * (2 * PART + 1))
     bucket.upload("shard", path)
     assert set(b"".join(bucket.parts("shard"))) == {ord("x")}
@@ -135,7 +135,7 @@ def test_a_folder_goes_with_its_unfinished_uploads_and_no_other(
     server.fail(Fault(methods=("PUT",), within="torn"))
     with pytest.raises(StorageAwayError):
         bucket.upload("job/1/torn", path)
-    server.mend()
+    server.repair()
     bucket.replace("job/1/whole", b"x")
     bucket.replace("job/10/whole", b"x")
     bucket.remove("job/1")

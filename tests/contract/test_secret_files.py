@@ -105,7 +105,7 @@ def test_a_password_of_any_characters_becomes_part_of_the_address(
     settings: type[Settings | AgentSettings | LocalSettings], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("MESHLOOM_REDIS_PASSWORD", PASSWORD)
-    parsed = parse_url(str(settings().redis_address))
+    parsed = parse_url(str(settings().redis_address))  # type: ignore[no-untyped-call] # not annotated in redis-py
     assert parsed["password"] == PASSWORD
     assert (parsed["username"], parsed["host"], parsed["port"]) == ("someone", "server", 6379)
     monkeypatch.setenv("MESHLOOM_REDIS_URL", "redis://someone:else@server:6379/0")

@@ -6,6 +6,7 @@ the outcome is asserted, and how long it took is recorded.
 
 import asyncio
 import contextlib
+import functools
 import os
 import signal
 import threading
@@ -45,6 +46,10 @@ Record = Callable[[str, object], None]
 def leads(controller: Controller) -> bool:
     told = controller.client.get("/readyz").json()["checks"]["leadership"]
     return str(told).startswith("leading")
+
+
+def _is_ready(controller: Controller) -> bool:
+    return controller.client.get("/readyz").status_code == HTTPStatus.OK
 
 
 def took_over(controller: Controller, since: float) -> float:
@@ -128,7 +133,7 @@ class Balanced:
         Raises:
             AssertionError: None of them did.
         """
-        faults = []
+        faults: list[object] = []
         for controller in list(self.controllers):
             try:
                 answer = controller.client.get(path)
@@ -188,12 +193,11 @@ def test_controllers_are_replaced_one_after_the_other_while_a_job_trains_and_peo
                 agent.trains(gang, range(step - 9, step + 1))
                 name = agent.votes(gang, step)
                 new = each.enter_context(started(redis_url))
-                until(lambda new=new: new.client.get("/readyz").status_code == HTTPStatus.OK)
+                until(functools.partial(_is_ready, new))
                 balanced.controllers = [new, *balanced.controllers]
                 # The vote may reach the one that ends or the one that comes: one of them commits.
                 before.process.send_signal(signal.SIGTERM)
-                assert until(lambda before=before: before.process.poll() is not None)
-                assert before.process.returncode == 0
+                assert before.process.wait(120) == 0
                 balanced.controllers = [c for c in balanced.controllers if c is not before]
                 assert agent.saves(gang, step) == name
             until(lambda: any(map(leads, balanced.controllers)))

@@ -77,10 +77,10 @@ def _drop(rank: int, model: nn.Sequential, batch: torch.Tensor) -> None:
     if rank % 2 and handle is not None:  # the other rank of its host drops the same gather
         handle.wait()
     unit(model[3]).reshard()
-    handle = model[0].register_forward_hook(_raise)
+    hook = model[0].register_forward_hook(_raise)
     with contextlib.suppress(ArithmeticError):
         model(batch)
-    handle.remove()
+    hook.remove()
     unit(model).reset_iter_state()
 
 

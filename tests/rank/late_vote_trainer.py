@@ -14,12 +14,12 @@ def train(**parts: Any) -> None:  # noqa: ANN401 as the trainer's
     votes = 0
     vote = Replicas.vote
 
-    def late(replicas: Replicas, ballot: Ballot) -> Ballot:
+    def late(self: Replicas, ballot: Ballot) -> Ballot:
         nonlocal votes
         votes += 1
-        outcome = vote(replicas, ballot)
-        if replicas.number == LATE_REPLICA and votes == LATE_VOTE:
-            replicas.leave()
+        outcome = vote(self, ballot)
+        if self.number == LATE_REPLICA and votes == LATE_VOTE:
+            self.leave()
             raise MembersChangedError
         return outcome
 
