@@ -1,5 +1,9 @@
-"""A trainer of which one replica does not learn how a vote ended, as if the connection broke right then."""
+"""A trainer of which one replica does not learn how a vote ended, as if the connection broke right then.
 
+And all take their time to give their state, as large models do.
+"""
+
+import threading
 from typing import Any
 
 from services.worker.rank.gang.replicas import Ballot, MembersChangedError, Replicas
@@ -23,5 +27,12 @@ def train(**parts: Any) -> None:  # noqa: ANN401 as the trainer's
             raise MembersChangedError
         return outcome
 
+    give = Replicas.send_state
+
+    def slowly(self: Replicas, *state: Any) -> None:  # noqa: ANN401 as the method's
+        threading.Event().wait(0.5)
+        give(self, *state)
+
+    Replicas.send_state = slowly  # type: ignore[method-assign]  # in a process of its own
     Replicas.vote = late  # type: ignore[method-assign]  # in a process of its own
     trainer.train(**parts)

@@ -128,6 +128,19 @@ class ReplicaJob:
             self.processes[rank].join(_PATIENCE_S)
         self.decide(tuple(member for member in self.members if member != replica))
 
+    def cut_off(self, replica: int) -> None:
+        """Its ranks stop, and their connections stay open; then the others go on without it."""
+        for rank in self.ranks_of(replica):
+            pid = self.processes[rank].pid
+            assert pid is not None
+            os.kill(pid, signal.SIGSTOP)
+        self.decide(tuple(member for member in self.members if member != replica))
+
+    def end(self, replica: int) -> None:
+        """SIGKILL to its ranks, which are no members any more."""
+        for rank in self.ranks_of(replica):
+            self.processes[rank].kill()
+
     def bring_back(self, replica: int) -> None:
         """Starts a lost replica again, and has it get its state from a living one."""
         self.launch(replica)

@@ -70,6 +70,21 @@ def test_a_lost_replica_costs_no_step_and_comes_back_from_memory(
     assert max(returned) == STEPS
 
 
+def test_a_replica_that_is_cut_off_holds_up_no_other(
+    started: Callable[..., ReplicaJob], ranks: Ranks, library: Path
+) -> None:
+    """Its connections stay open, as those of a node without power do."""
+    spec = lasting(library, 3)
+    job = started(spec)
+    job.until_step(4, 1)
+    job.cut_off(2)
+    job.until_step(STEPS, 1)
+    job.until_step(STEPS, 0)
+    job.end(2)
+    job.succeeded()
+    assert job.losses(0) == pytest.approx(undisturbed(ranks, spec), abs=1e-5)
+
+
 def test_a_step_that_one_replica_made_is_made_by_all(
     started: Callable[..., ReplicaJob], ranks: Ranks, library: Path
 ) -> None:

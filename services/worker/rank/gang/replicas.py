@@ -8,6 +8,7 @@ A member that dies breaks the groups for the others, at different places. Each t
 (``abort`` closes their connections, which frees whoever still waits), and joins those of the next set.
 """
 
+import contextlib
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -25,6 +26,8 @@ _LOOK: Final = timedelta(milliseconds=100)
 _PAUSE_S: Final = 0.005
 _MOMENT_S: Final = 1.0
 _MEETS_WITHIN: Final = timedelta(seconds=20)
+_AT_ONCE: Final = timedelta(milliseconds=1)
+_NO_TAG: Final = 1 << 20  # with which nothing is sent
 _LASTS: Final = timedelta(days=7)
 _NO_STATE: Final = -1
 _PART_BYTES: Final = 1 << 26
@@ -64,6 +67,12 @@ class _Group(Protocol):
     def broadcast(
         self, tensors: list[torch.Tensor], options: dist.BroadcastOptions
     ) -> dist.Work: ...
+
+    def recv(self, tensors: list[torch.Tensor], source: int, tag: int) -> dist.Work: ...
+
+    def rank(self) -> int: ...
+
+    def size(self) -> int: ...
 
     def abort(self) -> None: ...
 
@@ -438,7 +447,21 @@ class _Groups:
         """Closes all connections: whoever waits in a collective is freed, here and elsewhere."""
         groups = (self.all, self.peers, *self.others)
         for group in {id(each): each for each in groups}.values():
+            _close(group)
             group.abort()
+
+
+def _close(group: _Group) -> None:
+    """Ends what still runs in a group, also what waits for a process that is stopped or cut off.
+
+    ``abort`` alone leaves it running, and the end of the group would wait for it. When a receive runs
+    out of time, gloo closes all connections of the group.
+    """
+    for other in range(group.size()):
+        if other != group.rank():
+            # Of a connection that is closed already the error comes at once, and closes no other.
+            with contextlib.suppress(RuntimeError):
+                group.recv([torch.zeros(1)], other, _NO_TAG).wait(_AT_ONCE)
 
 
 def _gloo(name: str, store: Any, rank: int, size: int) -> _Group:  # noqa: ANN401 stores have no public type
