@@ -4,7 +4,10 @@ And all take their time to give their state, as large models do.
 """
 
 import threading
+from collections.abc import Sequence
 from typing import Any
+
+import torch
 
 from services.worker.rank.gang.replicas import Ballot, MembersChangedError, Replicas
 from services.worker.rank.loop import trainer
@@ -29,9 +32,9 @@ def train(**parts: Any) -> None:  # noqa: ANN401 as the trainer's
 
     give = Replicas.send_state
 
-    def slowly(self: Replicas, *state: Any) -> None:  # noqa: ANN401 as the method's
+    def slowly(self: Replicas, text: bytes, tensors: Sequence[torch.Tensor]) -> None:
         threading.Event().wait(0.5)
-        give(self, *state)
+        give(self, text, tensors)
 
     Replicas.send_state = slowly  # type: ignore[method-assign]  # in a process of its own
     Replicas.vote = late  # type: ignore[method-assign]  # in a process of its own
