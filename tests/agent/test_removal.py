@@ -15,6 +15,7 @@ from services.contract.messages.facts import Fact, LaunchRefused
 from services.worker.agent.host import removal
 from services.worker.agent.host.folders import AttemptFolder, NodeFolder
 from services.worker.agent.host.removal import remove_tree
+from services.worker.agent.storage.job_storage import Storage
 from services.worker.agent.supervisor import Supervisor
 from tests.agent.conftest import JOB, NODE, launch
 
@@ -117,7 +118,8 @@ def test_boards_are_removed_beside_the_loop_that_renews_the_lease(
     told: list[Fact] = []
 
     async def end() -> None:
-        supervisor = Supervisor(NODE, node, nothing, nothing, nothing, told.append)
+        storage = Storage(tmp_path, NODE)
+        supervisor = Supervisor(NODE, node, storage, nothing, nothing, told.append)
         supervisor._conclude((JOB, 1), gang)
         await supervisor.emptied()
         while not threads:  # noqa: ASYNC110 a thread sets no event of this loop

@@ -136,6 +136,10 @@ def test_a_head_of_many_lines_or_bytes_is_refused_and_kept_connections_are_not(
             client.sendall(part)
         assert client.recv(100).startswith(b"HTTP/1.1 431 ")
     assert answered(strict, head + b"a: " + b"x" * 20_000).startswith(b"HTTP/1.1 400 ")
+    # What is still sent does not cost the client its answer.
+    told = answered(strict, head + b"a: \x0b\r\n" + b"b: " + b"x" * 60_000)
+    assert b"application/problem+json" in told
+    assert b'"code":"bad_request"' in told
     few = head + b"a:\r\n" * 90
     back = answered(strict, (few + b"\r\n") * 30 + few + b"Connection: close\r\n\r\n")
     assert back.count(b"HTTP/1.1 200 ") == 31

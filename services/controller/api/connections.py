@@ -6,10 +6,13 @@ import re
 import socket
 from collections.abc import Iterator
 from dataclasses import dataclass
+from http import HTTPStatus
 from typing import Any, ClassVar, Final
 
 import h11
 from uvicorn.protocols.http.h11_impl import H11Protocol, RequestResponseCycle
+
+from services.contract.words.problems import PROBLEM_MEDIA_TYPE, PROBLEM_TYPE_BASE, Problem
 
 _BUSY: Final = (
     b"HTTP/1.1 503 Service Unavailable\r\n"
@@ -78,8 +81,10 @@ class BoundedProtocol(H11Protocol):
 
     def data_received(self, data: bytes) -> None:
         """Take a part of a request; the first one starts the request's deadline."""
-        if self._is_refused or self._has_many_lines(data):
-            self._refuse_head()
+        if self._is_refused:
+            return
+        if self._has_many_lines(data):
+            self._answer_last(_TOO_MANY_LINES)
             return
         cycle, before = self.cycle, self._taken()
         with self._no_second_answer():
@@ -105,12 +110,39 @@ class BoundedProtocol(H11Protocol):
         self._lines, self._last_bytes = (lines, seen[-2:]) if end is None else (0, b"")
         return lines > _MOST_LINES
 
-    def _refuse_head(self) -> None:
-        """Say so once. What comes then is passed over until its time is over, for the client may still send."""
-        if not self._is_refused:
-            self._is_refused = True
-            self.transport.write(_TOO_MANY_LINES)
+    def send_400_response(self, msg: str) -> None:
+        """A problem as any other, which the client gets although it may still send."""
+        status = HTTPStatus.BAD_REQUEST
+        problem = Problem(
+            type=f"{PROBLEM_TYPE_BASE}bad-request",
+            title=status.phrase,
+            status=status,
+            code="bad_request",
+            detail=f"{msg} It is not HTTP/1.1: look for control characters in header values",
+        )
+        headers = [
+            (b"content-type", PROBLEM_MEDIA_TYPE.encode()),
+            (b"connection", b"close"),
+        ]
+        parts = (
+            h11.Response(status_code=status, headers=headers, reason=status.phrase.encode()),
+            h11.Data(data=problem.model_dump_json().encode()),
+            h11.EndOfMessage(),
+        )
+        self._answer_last(b"".join(self.conn.send(part) or b"" for part in parts))
+
+    def _answer_last(self, answer: bytes) -> None:
+        """Pass over what comes until the client ends the connection, or its time is over.
+
+        One that is closed with bytes unread is reset, and the client may lose the answer.
+        """
+        self._is_refused = True
+        self.transport.write(answer)
+        if self.transport.can_write_eof():
             self.transport.write_eof()
+        else:
+            self.transport.close()
+        self._watch()
 
     @contextlib.contextmanager
     def _no_second_answer(self) -> Iterator[None]:
@@ -138,7 +170,7 @@ class BoundedProtocol(H11Protocol):
         self._watch()
 
     def _watch(self) -> None:
-        if self.conn.their_state in {h11.IDLE, h11.SEND_BODY}:
+        if self._is_refused or self.conn.their_state in {h11.IDLE, h11.SEND_BODY}:
             if self._deadline is None:
                 self._deadline = self.loop.call_later(self.limits.request_s, self.transport.abort)
         else:

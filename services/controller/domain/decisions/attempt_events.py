@@ -103,7 +103,9 @@ def on_launched(fact: GangLaunched, draft: Draft) -> None:
         return
     answered(draft)
     launched = (*attempt.launched, fact.node_id)
-    addresses = {**attempt.addresses, fact.node_id: fact.addresses}
+    # Older agents name none.
+    told = {fact.node_id: fact.addresses} if fact.addresses else {}
+    addresses = {**attempt.addresses, **told}
     draft.change_attempt(launched=launched, store=attempt.store or fact.store, addresses=addresses)
     if attempt.store is None and not attempt.has_failed and draft.job.stop is None:
         _launch(draft, [n for n in attempt.live_nodes if n not in launched])
