@@ -186,6 +186,8 @@ def _top_is_live_until_ctrl_c(controller: Controller) -> None:
     environment = child_environment(MESHLOOM_URL=url, TERM="xterm", COLUMNS="100", LINES="30")
     child, terminal = pty.fork()
     if child == 0:
+        # A run in a shell's background ignores it, and so would all that it starts.
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
         words = [sys.executable, "-m", "services.cli", "top", "--every", "0.5"]
         os.execve(sys.executable, words, environment)  # noqa: S606 ourselves
     shown = bytearray()

@@ -122,4 +122,8 @@ def test_a_stack_is_saved_while_it_trains_and_goes_on_bit_for_bit_after_it_was_w
         (*_, attempt) = stack.client.attempts(training).items
         assert attempt.fence == 2
         assert attempt.resumed_from is not None
-        assert stack.losses(training) == undisturbed
+        found = stack.losses(training)
+        # Of steps between the copies of Redis and of the checkpoint the curve may be lost.
+        assert found.items() <= undisturbed.items()
+        assert attempt.first_step is not None
+        assert set(range(attempt.first_step, max(undisturbed) + 1)) <= set(found)
