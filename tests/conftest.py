@@ -17,11 +17,16 @@ if TYPE_CHECKING:
 
 
 WAITING = {"agent", "chaos", "dashboard", "e2e", "hosts", "local", "pools"}
-# Whole stacks, other programs' clusters, and minutes of training: what they show together is shown in
+# Whole stacks, browsers, other programs' clusters, minutes of training: what they show together is shown in
 # parts by the others, in seconds.
-SYSTEM = {"chaos", "e2e", "hosts", "pools"}
+SYSTEM = {"chaos", "dashboard", "e2e", "hosts", "pools"}
 # They take longest, these in this order: whoever began one of them last would leave others idle.
 LONGEST = (
+    "test_slurm_jobs.py",
+    "test_ray_jobs.py",
+    "test_conformance.py",
+    "test_kubernetes_jobs.py",
+    "test_several_hosts.py",
     "test_examples.py",
     "test_gangs_over_nodes.py",
     "test_faults.py",

@@ -39,7 +39,7 @@ from tests.controller.simulated_agents import SimulatedAgent
 from tests.controller.test_process import Controller, started
 from tests.waiting import until
 
-pytestmark = pytest.mark.redis
+pytestmark = [pytest.mark.redis, pytest.mark.system]
 Record = Callable[[str, object], None]
 
 
@@ -169,7 +169,6 @@ class Balanced:
         assert faults == []
 
 
-@pytest.mark.system
 def test_controllers_are_replaced_one_after_the_other_while_a_job_trains_and_people_ask(
     redis_url: str,
 ) -> None:

@@ -9,7 +9,7 @@ import pytest
 from tests.engine.gang import Gang, Gangs
 from tests.plan.suite import CASES, SHARED, Held, estimated, measured
 
-pytestmark = pytest.mark.ranks
+pytestmark = [pytest.mark.ranks, pytest.mark.system]
 
 # By world, so that ranks need not be restarted for each case.
 NAMES = sorted(CASES, key=lambda name: CASES[name].plan.mesh.ranks)

@@ -18,7 +18,7 @@ from services.contract.messages.rank_pipe import RankVote
 from tests.forking import HUGGING_FACE
 from tests.rank.gang import Attempt, Ranks
 
-pytestmark = pytest.mark.ranks
+pytestmark = [pytest.mark.ranks, pytest.mark.system]
 
 EXAMPLES: Final = Path(__file__).parents[2] / "examples"
 BYTES: Final = "stdlib-gpt"

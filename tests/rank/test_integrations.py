@@ -10,7 +10,7 @@ from services.contract.jobs.specs import JobSpec
 from tests.forking import HUGGING_FACE
 from tests.rank.gang import Ranks
 
-pytestmark = pytest.mark.ranks
+pytestmark = [pytest.mark.ranks, pytest.mark.system]
 
 PROGRAMS = Path(__file__).parent / "programs"
 STEPS = 6
