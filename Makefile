@@ -17,6 +17,8 @@ CHAOS ?= --seed 7 --minutes 20 --kill-every 60
 WORKERS ?= 3
 # Where `make test-images` keeps bases, wheels and images: 10 GB, on a file system that is no overlay.
 IMAGES ?= /var/tmp/meshloom-images
+# Where `make test-kubernetes` keeps Kubernetes's programs: 180 MB, and more while it builds them for a quarter of an hour.
+KUBERNETES ?= /var/tmp/meshloom-kubernetes
 EXAMPLE ?= examples/stdlib-gpt.yaml
 
 BIN := .venv/bin
@@ -31,7 +33,7 @@ LAYERS := $(BIN)/lint-imports --no-cache
 TESTS = env -u PYTHONDONTWRITEBYTECODE $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder $(PYTEST_OPTIONS)
 
 .DEFAULT_GOAL := help
-.PHONY: help run up install test test-system test-full test-images lint types layers tests chaos sbom format docs dashboard clean
+.PHONY: help run up install test test-system test-full test-images test-kubernetes lint types layers tests chaos sbom format docs dashboard clean
 
 help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -60,6 +62,10 @@ test-full: test ## All tests, with every cell of the engine's grid and the whole
 
 test-images: $(TESTABLE) ## Build the container images without an engine, and run compose's services from them
 	$(BIN)/python -m pytest --images '$(IMAGES)' $(PYTEST_OPTIONS) tests/deploy
+
+test-kubernetes: $(TESTABLE) ## Build Kubernetes's control plane from Debian's source, and run pools on it
+	$(BIN)/python -m tests.pools.kube_binaries '$(KUBERNETES)'
+	$(BIN)/python -m pytest --kubernetes '$(KUBERNETES)' -m kubernetes $(PYTEST_OPTIONS) tests/pools
 
 lint: $(TESTABLE) ## Style of code and of words
 	$(BIN)/ruff check .

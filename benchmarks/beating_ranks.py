@@ -8,11 +8,13 @@ Then it is said what Redis and the controller take for a rank, and for how many 
 import asyncio
 import json
 import multiprocessing
+import tempfile
 import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from multiprocessing.synchronize import Event as ProcessEvent
+from pathlib import Path
 from typing import Final
 
 import httpx
@@ -26,6 +28,7 @@ from services.contract.messages.commands import LaunchGang
 from services.contract.messages.facts import GangLaunched
 from services.contract.redis import redis_keys as keys
 from services.controller.domain.job.job import Job
+from services.local.embedded_redis import EmbeddedRedis
 from tests.controller.agent_double import AgentDouble
 from tests.controller.simulated_agents import SimulatedAgent
 from tests.waiting import until
@@ -39,18 +42,38 @@ _WANTED: Final = 100_000
 _Seats = Mapping[tuple[str, int], Sequence[RankPlacement]]
 
 
-async def measure_beating_ranks(ranks: int) -> None:
-    """Print the figures with so many ranks that beat."""
+async def measure_beating_ranks(ranks: int, *, apart: bool) -> None:
+    """Print the figures with so many ranks that beat; ``apart``: telemetry has a Redis without a file."""
     a_job = min(_RANKS_A_JOB, ranks)
     size = Size(ended=20, waiting=20, running=ranks // a_job, ranks=a_job)
     async with cluster(size) as (filled, _, redis, url):
-        with controller(url) as (client, process), _beating(url, filled.running, redis):
+        with (
+            _telemetry(redis, url, apart=apart) as (telemetry, telemetry_url),
+            controller(url, telemetry_url) as (client, process),
+            _beating(url, telemetry_url, filled.running, telemetry),
+        ):
             until(lambda: "leading" in client.get("/readyz").text, timeout_s=60)
-            say(f"{ranks} ranks of {size.running} jobs beat once a second")
+            where = "a server of its own" if apart else "the same server"
+            say(f"{ranks} ranks of {size.running} jobs beat once a second, telemetry on {where}")
             _requests(client, filled.running[0].id)
             _events(client, redis)
-            _costs(redis, process, ranks)
-            _bytes(redis, filled.running[0].id)
+            _costs(redis, telemetry, process, ranks)
+            _bytes((redis, telemetry) if apart else (redis,), filled.running[0].id)
+
+
+@contextmanager
+def _telemetry(redis: Redis, url: str, *, apart: bool) -> Iterator[tuple[Redis, str]]:
+    """The server that has telemetry."""
+    if not apart:
+        yield redis, url
+        return
+    with (
+        tempfile.TemporaryDirectory(prefix="meshloom-telemetry-") as folder,
+        EmbeddedRedis.start(Path(folder)) as server,
+        Redis.from_url(server.url, decode_responses=True) as telemetry,
+    ):
+        telemetry.config_set("appendonly", "no")
+        yield telemetry, server.url
 
 
 def _requests(client: httpx.Client, job_id: str) -> None:
@@ -109,23 +132,30 @@ def _following(client: httpx.Client, seen: dict[str, float]) -> Iterator[None]:
         following.close()
 
 
-def _costs(redis: Redis, process: psutil.Process, ranks: int) -> None:
+def _costs(redis: Redis, telemetry: Redis, process: psutil.Process, ranks: int) -> None:
     """What Redis and the controller take in some seconds in which nobody asks anything."""
-    server = psutil.Process(int(redis.info("server")["process_id"]))
-    calls, samples, written = _calls(redis), _samples(redis), _appended(redis)
-    used, led, began = _used_s(server), _used_s(process), time.monotonic()
+    server, other = (
+        psutil.Process(int(each.info("server")["process_id"])) for each in (redis, telemetry)
+    )
+    is_apart = server.pid != other.pid
+    calls, samples, written = _calls(telemetry), _samples(telemetry), _appended(redis)
+    used, led, began = _used_s(other), _used_s(process), time.monotonic()
+    used_here = _used_s(server)
     time.sleep(_WATCHED_S)  # noqa: TID251 (the period that is measured)
     took = time.monotonic() - began
-    share, lead = (_used_s(server) - used) / took, (_used_s(process) - led) / took
-    told = _samples(redis) - samples
+    share, lead = (_used_s(other) - used) / took, (_used_s(process) - led) / took
+    here = (_used_s(server) - used_here) / took
+    told = _samples(telemetry) - samples
     if not told:
         raise AssertionError("no agent beats any more: the machine is too busy for so many ranks")
-    commands = (_calls(redis) - calls) / told
+    commands = (_calls(telemetry) - calls) / told
     bytes_each = (_appended(redis) - written) / told
     say(f"{'samples a second of each rank':<44}{told / took / ranks:9.2f}")
     say(f"{'commands a sample, within scripts too':<44}{commands:9.2f}")
     say(f"{'bytes a sample that Redis appends':<44}{bytes_each:9.0f}")
-    say(f"{'Redis, percent of a core':<44}{100 * share:9.1f}")
+    if is_apart:
+        say(f"{'Redis for telemetry, percent of a core':<44}{100 * share:9.1f}")
+    say(f"{'Redis, percent of a core':<44}{100 * here:9.1f}")
     say(f"{'controller, percent of a core':<44}{100 * lead:9.1f}")
     say(
         f"at one sample a second a core of Redis is full at {told / took / share:.0f} ranks; {_WANTED} ranks "
@@ -133,13 +163,17 @@ def _costs(redis: Redis, process: psutil.Process, ranks: int) -> None:
     )
 
 
-def _bytes(redis: Redis, job_id: str) -> None:
+def _bytes(servers: Sequence[Redis], job_id: str) -> None:
     """What Redis keeps of one job of each kind."""
+    redis = servers[0]
     ended = str(redis.zrange(keys.jobs_in_state("SUCCEEDED"), 0, 0)[0])
     waiting = str(redis.zrange(keys.jobs_in_state("QUEUED"), 0, 0)[0])
     for name, its in (("running", job_id), ("waiting", waiting), ("ended", ended)):
-        found = [keys.job(its), *redis.scan_iter(f"{keys.job(its)}:*", count=10_000)]
-        total = sum(int(redis.memory_usage(key, samples=0) or 0) for key in found)
+        total = sum(
+            int(server.memory_usage(key, samples=0) or 0)
+            for server in servers
+            for key in (keys.job(its), *server.scan_iter(f"{keys.job(its)}:*", count=10_000))
+        )
         say(f"{f'bytes in Redis of a job that is {name}':<44}{total:9d}")
 
 
@@ -162,7 +196,7 @@ def _used_s(process: psutil.Process) -> float:
 
 
 @contextmanager
-def _beating(url: str, jobs: Sequence[Job], redis: Redis) -> Iterator[None]:
+def _beating(url: str, telemetry_url: str, jobs: Sequence[Job], telemetry: Redis) -> Iterator[None]:
     """Within, the agents of these jobs' nodes beat, in a process of their own."""
     seats: dict[str, dict[tuple[str, int], list[RankPlacement]]] = {}
     for job in jobs:
@@ -172,13 +206,15 @@ def _beating(url: str, jobs: Sequence[Job], redis: Redis) -> Iterator[None]:
     if len(seats) != len(jobs) * NODES_A_JOB:
         raise AssertionError(f"{len(jobs)} jobs run on {len(seats)} nodes")
     for name in seats:
-        redis.delete(keys.node_beat(name))
+        telemetry.delete(keys.node_beat(name))
     spawning = multiprocessing.get_context("spawn")
     stopping = spawning.Event()
-    process = spawning.Process(target=_beat, args=(url, seats, stopping), daemon=True)
+    process = spawning.Process(
+        target=_beat, args=(url, telemetry_url, seats, stopping), daemon=True
+    )
     process.start()
     try:
-        until(lambda: all(redis.exists(keys.node_beat(name)) for name in seats), timeout_s=60)
+        until(lambda: all(telemetry.exists(keys.node_beat(name)) for name in seats), timeout_s=60)
         yield
         if not process.is_alive():
             raise AssertionError("the simulated agents have failed")
@@ -187,13 +223,17 @@ def _beating(url: str, jobs: Sequence[Job], redis: Redis) -> Iterator[None]:
         process.join()
 
 
-def _beat(url: str, seats: Mapping[str, _Seats], stopping: ProcessEvent) -> None:
+def _beat(
+    url: str, telemetry_url: str, seats: Mapping[str, _Seats], stopping: ProcessEvent
+) -> None:
     """What the agents' process does."""
 
     async def run() -> None:
         agents = [
             SimulatedAgent(url, name, 0, gangs=its, beat_s=1.0) for name, its in seats.items()
         ]
+        for agent in agents:
+            agent.telemetry_url = telemetry_url
         tasks = [asyncio.create_task(agent.run()) for agent in agents]
         stopped = asyncio.create_task(asyncio.to_thread(stopping.wait))
         await asyncio.wait({stopped, *tasks}, return_when=asyncio.FIRST_COMPLETED)

@@ -1,6 +1,7 @@
 """What the control plane costs with thousands of jobs and ranks.
 
-    python -m benchmarks.control_plane [--short] [--only looks history growth requests ranks memory]
+    python -m benchmarks.control_plane [--short] [--telemetry-apart]
+        [--only looks history growth requests rest ranks memory]
 
 A real Redis that syncs every write, as the local stack has it, and jobs in it as the controller itself writes
 them: some have ended, some run on simulated nodes, the rest wait for slots. The looks of the leader are timed
@@ -25,7 +26,7 @@ from redis import Redis
 from benchmarks.beating_ranks import MANY_RANKS, measure_beating_ranks
 from benchmarks.controller_memory import JOBS_AN_HOUR, measure_memory
 from benchmarks.plane_rig import Size, cluster, controller, goes_on, report, say, timed
-from benchmarks.simulated_cluster import spec
+from benchmarks.simulated_cluster import NODES_A_JOB, spec
 from services.contract.redis import redis_keys as keys
 from services.controller.ports.coordination import Ports
 from services.controller.use_cases.facts import apply_facts
@@ -41,7 +42,8 @@ _FEWEST: Final = 3
 _FACTS: Final = 128
 _CORES: Final = 2
 _HISTORY: Final = 10
-_PARTS: Final = ("looks", "history", "growth", "requests", "ranks", "memory")
+_REST_S: Final = 20.0
+_PARTS: Final = ("looks", "history", "growth", "requests", "rest", "ranks", "memory")
 
 
 _FEW_RANKS: Final = 512
@@ -53,6 +55,9 @@ def main() -> None:
     """Measure and print."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--short", action="store_true")
+    parser.add_argument(
+        "--telemetry-apart", action="store_true", help="ranks: telemetry has a Redis of its own"
+    )
     parser.add_argument("--only", nargs="+", choices=_PARTS, default=_PARTS, help="these parts")
     chosen = parser.parse_args()
     size = _SHORT if chosen.short else Size()
@@ -72,8 +77,12 @@ def main() -> None:
         asyncio.run(_growth(size))
     if "requests" in chosen.only:
         asyncio.run(_requests(size))
+    if "rest" in chosen.only:
+        for waiting in (0, min(_QUEUED_AT_POST, size.waiting)):
+            asyncio.run(_rest(replace(size, ended=0, waiting=waiting)))
     if "ranks" in chosen.only:
-        asyncio.run(measure_beating_ranks(_FEW_RANKS if chosen.short else MANY_RANKS))
+        ranks = _FEW_RANKS if chosen.short else MANY_RANKS
+        asyncio.run(measure_beating_ranks(ranks, apart=chosen.telemetry_apart))
     if "memory" in chosen.only:
         asyncio.run(measure_memory(_FEW_JOBS if chosen.short else JOBS_AN_HOUR))
 
@@ -131,28 +140,48 @@ async def _idle_looks(size: Size) -> None:
 
 
 async def _growth(size: Size) -> None:
-    """What the end of one job costs with ever more that wait: facts and looks until all is written."""
-    costs: dict[int, float] = {}
-    for waiting in (size.waiting // 8, size.waiting // 4, size.waiting // 2, size.waiting):
-        smaller = replace(size, ended=0, waiting=waiting, running=min(size.running, 8))
-        async with (
-            cluster(smaller) as (filled, ports, redis, _),
-            _leading(ports, redis) as (reconciler, epoch),
-        ):
-            took = []
-            for job in filled.running[:4]:
-                filled.end(job)
-                await _handle_all(ports, epoch)
-                began = time.process_time()
-                await _settled(reconciler, redis)
-                took.append(time.process_time() - began)
-            costs[waiting] = statistics.median(took)
-    shown = ", ".join(f"{1e3 * cost:.1f} at {count}" for count, cost in costs.items())
-    say(f"processor time of the looks after one job's end, by jobs that wait: {shown}")
-    slope, _ = statistics.linear_regression(
-        [math.log(count) for count in costs], [math.log(cost) for cost in costs.values()]
-    )
-    say(f"{'exponent of that in the jobs that wait':<44}{slope:9.2f}")
+    """What the end of one job costs with ever more that wait, nodes, and ranks of a job."""
+    few = replace(size, ended=0, waiting=min(size.waiting, 8), running=min(size.running, 8))
+    nodes = replace(few, ranks=2 * NODES_A_JOB)
+    by_count = {
+        "jobs that wait": {
+            count: replace(few, waiting=count) for count in _doubled(size.waiting // 8)
+        },
+        "nodes": {
+            NODES_A_JOB * count: replace(nodes, running=count) for count in _doubled(size.running)
+        },
+        "ranks of each job": {
+            count: replace(few, ranks=count) for count in _doubled(size.ranks // 4)
+        },
+    }
+    for what, sizes in by_count.items():
+        costs = {count: await _cost_of_an_end(each) for count, each in sizes.items()}
+        shown = ", ".join(f"{1e3 * cost:.1f} at {count}" for count, cost in costs.items())
+        say(f"processor time of facts and looks at one job's end, by {what}: {shown}")
+        slope, _ = statistics.linear_regression(
+            [math.log(count) for count in costs], [math.log(cost) for cost in costs.values()]
+        )
+        say(f"{f'exponent of that in the {what}':<44}{slope:9.2f}")
+
+
+def _doubled(count: int) -> list[int]:
+    return [count << times for times in range(4)]
+
+
+async def _cost_of_an_end(size: Size) -> float:
+    """Processor time until all is written, s: the median of four."""
+    async with (
+        cluster(size) as (filled, ports, redis, _),
+        _leading(ports, redis) as (reconciler, epoch),
+    ):
+        took = []
+        for job in filled.running[:4]:
+            filled.end(job)
+            began = time.process_time()
+            await _handle_all(ports, epoch)
+            await _settled(reconciler, redis)
+            took.append(time.process_time() - began)
+        return statistics.median(took)
 
 
 async def _requests(size: Size) -> None:
@@ -187,6 +216,21 @@ async def _requests(size: Size) -> None:
                 "submit → slots committed",
                 timed(lambda: _seated(client, redis, small), _SUBMISSIONS),
             )
+
+
+async def _rest(size: Size) -> None:
+    """What a controller takes while nothing happens to the jobs that wait and run."""
+    async with cluster(size) as (_, _, redis, url):
+        with controller(url) as (client, process):
+            until(lambda: "leading" in client.get("/readyz").text, timeout_s=60)
+            until(lambda: redis.exists(keys.JOB_INDEX), timeout_s=600)
+            client.get("/v1/queue").raise_for_status()
+            before = process.cpu_times()
+            await asyncio.sleep(_REST_S)  # the period that is measured
+            after = process.cpu_times()
+            used = after.user + after.system - before.user - before.system
+            name = f"controller at rest with {size.waiting} queued, percent of a core"
+            say(f"{name:<54}{100 * used / _REST_S:9.1f}")
 
 
 def _created(client: httpx.Client, body: dict[str, Any]) -> str:

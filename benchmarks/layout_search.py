@@ -26,7 +26,8 @@ from fsdp_core.plan.model import (
     conditions_for,
     search_layout,
 )
-from fsdp_core.plan.profiling import ModelUnderStudy, profile_model
+from fsdp_core.plan.profiling import profile_model
+from fsdp_core.plan.study import ModelUnderStudy
 
 PER_NODE = 8
 ASSUMED = NodeFacts(

@@ -21,10 +21,13 @@ from redis import Redis
 from benchmarks.simulated_cluster import SimulatedCluster
 from services.controller.adapters.redis import redis_ports
 from services.controller.ports.coordination import Ports
+from services.controller.ports.jobs import Quota
 from services.local.embedded_redis import EmbeddedRedis
 from tests.waiting import until
 
 _LONGEST_S: Final = 15.0
+# One owner has them all, and more have ended than one may keep by default.
+_QUOTA: Final = Quota(not_ended=1_000_000, kept=1_000_000)
 _FEWEST: Final = 3
 
 
@@ -46,7 +49,7 @@ async def cluster(size: Size) -> AsyncIterator[tuple[SimulatedCluster, Ports, Re
         EmbeddedRedis.start(Path(folder)) as server,
         Redis.from_url(server.url, decode_responses=True) as redis,
     ):
-        async with redis_ports(server.url) as ports:
+        async with redis_ports(server.url, quota=_QUOTA) as ports:
             cluster = SimulatedCluster(redis, ports, size.ranks)
             epoch = await ports.leadership.take("seeder")
             if epoch is None:
@@ -60,10 +63,13 @@ async def cluster(size: Size) -> AsyncIterator[tuple[SimulatedCluster, Ports, Re
 
 
 @contextlib.contextmanager
-def controller(redis_url: str) -> Iterator[tuple[httpx.Client, psutil.Process]]:
+def controller(
+    redis_url: str, telemetry_url: str | None = None
+) -> Iterator[tuple[httpx.Client, psutil.Process]]:
     """A client of a controller in a process of its own, and that process, as long as the block lasts."""
     environment = os.environ | {  # noqa: TID251 what the controller's process inherits
         "MESHLOOM_REDIS_URL": redis_url,
+        "MESHLOOM_TELEMETRY_REDIS_URL": "" if telemetry_url in {None, redis_url} else telemetry_url,
         "MESHLOOM_PORT": "0",
         "MESHLOOM_RATE_PER_S": "1000000",
         "MESHLOOM_RATE_BURST": "1000000",

@@ -22,7 +22,6 @@ import sys
 import time
 import warnings
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import TypedDict, cast
 
@@ -49,8 +48,8 @@ from fsdp_core.plan.model import (
     search_layout,
 )
 from fsdp_core.plan.model.space import LayoutSpace
-from fsdp_core.plan.pass_timing import timed_passes
-from fsdp_core.plan.profiling import ModelUnderStudy, profile_model
+from fsdp_core.plan.profiling import profile_model
+from fsdp_core.plan.study import ModelUnderStudy
 from services.worker.rank.probe.measuring import Fellow, node_facts
 from tests.engine.gang import Gangs, RankContext
 from tests.plan.suite import _mesh
@@ -176,9 +175,7 @@ def _row(gangs: Gangs, facts: NodeFacts, name: str, seconds: float, *, verbose: 
 
 def profiled(known: Varied, conditions: Sequence[Conditions]) -> ModelProfile:
     """As a probe does it."""
-    study = ModelUnderStudy(known.make, known.loss)
-    profile = profile_model(study, conditions)
-    return replace(profile, timed=timed_passes(study, profile, MEMORY, None))
+    return profile_model(ModelUnderStudy(known.make, known.loss), conditions, timed_within=MEMORY)
 
 
 def measured_node(ctx: RankContext) -> NodeFacts:

@@ -1,9 +1,9 @@
 """How long until the first step, and after a fault until the next one, on nodes that stay and on those of pools.
 
-    python -m benchmarks.pools [--rounds 5] [--only static slurm ray]
+    python -m benchmarks.pools [--rounds 5] [--only static slurm ray kubernetes]
 
-Nodes that joined by themselves (``static``), a real Slurm and a real Ray, each of four nodes of one CPU slot on this
-machine; a scheduler that cannot run here is left out. In each round a job of two ranks with a checkpoint each 20
+Nodes that joined by themselves (``static``), a real Slurm, a real Ray and the tests' stand-in for Kubernetes, each of
+four nodes of one CPU slot on this machine; a scheduler that cannot run here is left out. In each round a job of two ranks with a checkpoint each 20
 steps is submitted; then one of its ranks, the agent of one, and the node of one are killed with SIGKILL, each
 once the attempt has committed a checkpoint. *Lost* is the time from the kill to the first step of the next attempt. Then
 the job is killed, and its nodes go back after an idle time-out of one second. Figures are the median, the lowest and the
@@ -29,7 +29,9 @@ import redis
 from services.contract.redis import redis_keys as keys
 from services.controller.domain.scheduling.reservations import Reservation
 from tests.cluster import Cluster
-from tests.pools import ray_cluster, slurm_cluster
+from tests.pools import kube_cluster, ray_cluster, slurm_cluster
+from tests.pools.kube_access import NAMESPACE
+from tests.pools.kube_cluster import KubeCluster
 from tests.pools.pooled import of_agents, pooled, reservations
 from tests.pools.ray_cluster import RayCluster
 from tests.pools.slurm_cluster import SlurmCluster
@@ -94,22 +96,29 @@ def _round(rig: Rig, found: dict[str, list[float]]) -> None:
 
     cluster = rig.cluster
     job = cluster.submit(**_JOB)
-    cluster.at_step(job.id, 1)
-    (attempt,) = cluster.client.attempts(job.id).items
-    note("submit to first step", _seconds(job.created_at, attempt.first_step_at))
+    first_step_at = until(lambda: _first_step_at(cluster, job.id))
+    note("submit to first step", (first_step_at - job.created_at).total_seconds())
     if rig.has_pool:
         (reserved,) = reservations(cluster)
         note("of which nodes come", _seconds(reserved.requested_at, reserved.ready_at))
     for what, kill in _FAULTS.items():
         note(f"lost by a killed {what}", _lost(rig, job.id, kill))
         rig.repair()
+    used = {each.node_id for each in cluster.client.ranks(job.id).items}
     cluster.client.kill(job.id)
     cluster.rested(job.id)
     if rig.has_pool:
         began = datetime.now(UTC)
-        until(lambda: not reservations(cluster))
+        # Not those of nodes that were killed: a scheduler ends them when it finds these dead.
+        until(lambda: not any(used & set(each.node_ids) for each in reservations(cluster)))
         note("given back after", (datetime.now(UTC) - began).total_seconds())
-        until(lambda: not of_agents(cluster))
+        until(lambda: not (reservations(cluster) or of_agents(cluster)))
+
+
+def _first_step_at(cluster: Cluster, job_id: str) -> datetime | None:
+    """Of the first attempt that made one. A fact tells it, which may come after the first samples."""
+    attempts = cluster.client.attempts(job_id).items
+    return next((each.first_step_at for each in attempts if each.first_step_at), None)
 
 
 def _lost(rig: Rig, job_id: str, kill: Callable[[Rig, "_Victim"], None]) -> float:
@@ -211,11 +220,30 @@ def _slurm(folder: Path) -> Iterator[Rig]:
     ):
 
         def kill_node(victim: _Victim) -> None:
-            slurm.kill_node(
-                next(name for name in slurm.nodes if victim.rank in slurm.processes(name))
-            )
+            # The agent, for a rank's parents may have ended.
+            slurm.kill_node_of(victim.agent(cluster))
 
         yield Rig(cluster, has_pool=True, kill_node=kill_node, repair=slurm.repair)
+
+
+@contextlib.contextmanager
+def _kubernetes(folder: Path) -> Iterator[Rig]:
+    with KubeCluster(_NODES) as kubernetes:
+        pool = {
+            "kind": "kubernetes",
+            "max_nodes": 2 * _NODES,
+            "idle_timeout_s": _IDLE_S,
+            "namespace": NAMESPACE,
+            "image": "meshloom-worker",
+            "queue": "agents",
+            "kubeconfig": str(kubernetes.kubeconfig),
+        }
+        with pooled(folder, pool, kubernetes.marks) as cluster:
+
+            def kill_node(victim: _Victim) -> None:
+                kubernetes.kill_node_of(victim.agent(cluster))
+
+            yield Rig(cluster, has_pool=True, kill_node=kill_node, repair=kubernetes.repair)
 
 
 @contextlib.contextmanager
@@ -229,7 +257,7 @@ def _ray(folder: Path) -> Iterator[Rig]:
         }
 
         def kill_node(victim: _Victim) -> None:
-            ray.kill(ray.node_of(victim.rank))
+            ray.kill(ray.node_of(victim.agent(cluster)))
 
         with pooled(folder, pool, {}) as cluster:
             yield Rig(cluster, has_pool=True, kill_node=kill_node, repair=ray.repair)
@@ -241,6 +269,7 @@ _RIGS: Final[
     "static": (_static, lambda: None),
     "slurm": (_slurm, slurm_cluster.why_not_here),
     "ray": (_ray, ray_cluster.why_not_here),
+    "kubernetes": (_kubernetes, kube_cluster.why_not_here),
 }
 
 

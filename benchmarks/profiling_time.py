@@ -68,7 +68,8 @@ def _row(blocks: int, question: str) -> str:
     import torch  # noqa: PLC0415 - what it takes to start is measured
     import torch._dynamo  # noqa: PLC0415 - tensors without memory ask for its settings
 
-    from fsdp_core.plan.profiling import ModelUnderStudy, profile_model  # noqa: PLC0415 - as above
+    from fsdp_core.plan.profiling import profile_model  # noqa: PLC0415 - as above
+    from fsdp_core.plan.study import ModelUnderStudy  # noqa: PLC0415 - as above
     from services.worker.rank.models.decoder import Decoder  # noqa: PLC0415 - as above
     from services.worker.rank.probe.passes import mean_loss  # noqa: PLC0415 - as above
 

@@ -26,7 +26,8 @@ from fsdp_core.plan.model import (
     UnitPlan,
     estimate,
 )
-from fsdp_core.plan.profiling import ModelUnderStudy, profile_model
+from fsdp_core.plan.profiling import profile_model
+from fsdp_core.plan.study import ModelUnderStudy
 
 SHAPES = {"8B": LLAMA_8B, "70B": LLAMA_70B}
 LENGTH, TP = 4096, 8

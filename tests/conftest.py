@@ -86,6 +86,11 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         "--images", metavar="FOLDER", help="also build container images there, and run them"
     )
     parser.addoption(
+        "--kubernetes",
+        metavar="FOLDER",
+        help="also build Kubernetes's control plane there, and run pools on it",
+    )
+    parser.addoption(
         "--suite",
         default="all",
         choices=["parts", "system", "all"],
@@ -95,10 +100,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leaves out what needs an accelerator or builds images, unless the run is to."""
+    """Leaves out what needs an accelerator, or builds images or Kubernetes, unless the run is to."""
     left_out = {"gpu"} if config.getoption("--device") == "cpu" else set()
-    if config.getoption("--images") is None:
-        left_out.add("images")
+    left_out |= {name for name in ("images", "kubernetes") if config.getoption(f"--{name}") is None}
     if left_out:
         without = [item for item in items if any(map(item.get_closest_marker, left_out))]
         items[:] = [item for item in items if item not in without]

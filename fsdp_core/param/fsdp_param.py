@@ -36,7 +36,13 @@ from fsdp_core.param.extension import ExtendedParam, ExtensionPlace, is_extended
 from fsdp_core.param.grads import Contribution, UnreducedGrad
 from fsdp_core.param.offload import HostMemory
 from fsdp_core.param.post_forward import PostForwardSlice, cannot_keep_part
-from fsdp_core.param.registration import check_grad, check_replacement, inherit
+from fsdp_core.param.registration import (
+    check_dense,
+    check_grad,
+    check_replacement,
+    inherit,
+    replaced_unseen,
+)
 from fsdp_core.param.sharding_spec import whole_local
 from fsdp_core.param.slices import MemoryOrder
 from fsdp_core.param.unsharded import Unsharded, UnshardedParam
@@ -193,8 +199,14 @@ class FSDPParam:
         whole.free()
 
     def to_unsharded(self) -> None:
-        """Registers the whole parameter, already filled."""
+        """Registers the whole parameter, already filled.
+
+        Raises:
+            StateError: The user has registered another since the slices were taken over.
+        """
         parameter = self.unsharded().parameter
+        if self.post_forward is None and not self.slot.holds(self.sharded_param, parameter):
+            raise replaced_unseen(self.fqn)
         if parameter.requires_grad != self.is_trainable:
             # The method is forbidden within a transform of torch.func, even where that is off.
             parameter.requires_grad = self.is_trainable
@@ -327,9 +339,15 @@ class FSDPParam:
         """Removes and returns the whole local gradient of this backward and those not yet reduced.
 
         It lies in memory as the whole local does.
+
+        Raises:
+            TensorKindError: It is sparse.
         """
         grad = self._unreduced.take(self._computed)
-        return None if grad is None else self.in_memory_order(self._spec.local_grad(grad))
+        if grad is None:
+            return None
+        check_dense(self.fqn, grad)
+        return self.in_memory_order(self._spec.local_grad(grad))
 
     def in_memory_order(self, seen: torch.Tensor) -> torch.Tensor:
         """A tensor of the whole local's form with its dims in the order in which they lie in memory."""

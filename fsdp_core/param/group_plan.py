@@ -19,6 +19,7 @@ from fsdp_core.errors import StateError
 from fsdp_core.layout import Packing, Slicing
 from fsdp_core.param.gather import COMMON_DTYPES
 from fsdp_core.param.grads import GradBatch, PlainGrads
+from fsdp_core.param.registration import replaced_unseen
 from fsdp_core.param.unsharded import WholeMemory
 
 if TYPE_CHECKING:
@@ -141,14 +142,25 @@ class GroupPlan:
         return [param.changes for param in self._params] == self._changes
 
     def register_whole(self) -> None:
-        """Registers the whole parameters, already filled."""
+        """Registers the whole parameters, already filled; see `FSDPParam.to_unsharded`."""
         for forms in self._forms:
             if forms.whole.requires_grad != forms.sharded.requires_grad:
                 forms.param.to_unsharded()  # frozen, or trainable again, since
-        for table, name, _, whole in self._tables:
+        for table, name, sharded, whole in self._tables:
+            if (there := table.get(name)) is not sharded and there is not whole:
+                raise self._replaced_unseen()
             table[name] = whole
-        for module, name, _, whole in self._attributes:
+        for module, name, sharded, whole in self._attributes:
+            there = torch_private.parameter_at(module, name)
+            if there is not sharded and there is not whole:
+                raise self._replaced_unseen()
             torch_private.set_parameter(module, name, whole)
+
+    def _replaced_unseen(self) -> StateError:
+        forms = self._forms
+        return replaced_unseen(
+            next(f.param.fqn for f in forms if not f.param.slot.holds(f.sharded, f.whole))
+        )
 
     def register_slices(self) -> None:
         """Registers the slices and frees the whole parameters."""

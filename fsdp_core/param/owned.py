@@ -9,9 +9,10 @@ from typing import TYPE_CHECKING
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor, Replicate
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from fsdp_core import torch_private
-from fsdp_core.errors import ArgumentTypeError, StateError
+from fsdp_core.errors import ArgumentTypeError, StateError, UnsupportedError
 from fsdp_core.layout import OwnedPacking, Slicing
 from fsdp_core.param import slices
 from fsdp_core.param.fsdp_param import FSDPParam
@@ -23,6 +24,7 @@ from fsdp_core.param.unsharded import Unsharded, allocate_as_saved, free_for_aut
 if TYPE_CHECKING:
     import torch.distributed as dist
     from torch.distributed.device_mesh import DeviceMesh
+    from torch.utils.hooks import RemovableHandle
 
     from fsdp_core.comm import CommContext, DataParallelMeshInfo, Stream
 
@@ -130,6 +132,28 @@ class OwnedParam(FSDPParam):
 
     def _note_owners(self) -> None:
         attach(self.sharded_param, _OwnedOver(self._info.shard.group))
+        if not _optimizer_hooks:
+            _optimizer_hooks.append(register_optimizer_step_pre_hook(_before_step))
+
+
+_optimizer_hooks: list[RemovableHandle] = []
+
+
+def _before_step(optimizer: torch.optim.Optimizer, *_: object) -> None:
+    """Refuses operators on lists of parameters: each runs on the mesh of the first alone.
+
+    Ranks outside that mesh would update none of the others, and say nothing.
+    """
+    for group in optimizer.param_groups:
+        if not (group.get("foreach") or group.get("fused")):
+            continue
+        owners = (owned_over(each) for each in group["params"] if each.grad is not None)
+        if any(ranks is not None and ranks.size() > 1 for ranks in owners):
+            raise UnsupportedError(
+                f"{type(optimizer).__name__} would step owned parameters together with others, by "
+                "one operator for all, which runs on the ranks of the first one only. Pass "
+                "foreach=False and fused=False, the default, for groups with owned parameters."
+            )
 
 
 def owned_over(param: torch.Tensor) -> dist.ProcessGroup | None:

@@ -204,6 +204,8 @@ class FSDPParamGroup:
     def reshard(self) -> None:
         """Registers the slices and frees the whole parameters."""
         if self._sharded_state is not ShardedState.SHARDED:
+            if self._is_post_forward:
+                self.drop_gather()  # of the slices that are given up here
             if (plan := self._current_plan) is not None:
                 plan.register_slices()
             else:

@@ -12,7 +12,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from fsdp_core import torch_private
-from fsdp_core.errors import ArgumentError, ArgumentTypeError, TensorKindError
+from fsdp_core.errors import ArgumentError, ArgumentTypeError, StateError, TensorKindError
 
 
 @dataclass(frozen=True)
@@ -40,6 +40,11 @@ class ParamSlot:
         """What is registered at the first place now."""
         module, name = self.places[0]
         return module.get_parameter(name)
+
+    def holds(self, *parameters: nn.Parameter) -> bool:
+        """Whether one of `parameters` is what is registered at each place."""
+        there = (torch_private.parameter_at(module, name) for module, name in self.places)
+        return all(any(each is one for one in parameters) for each in there)
 
     def register(self, parameter: nn.Parameter) -> None:
         """Registers `parameter` at every place."""
@@ -135,6 +140,28 @@ def check_replacement(
             f"with placements {spec.placements} on {spec.mesh}; redistribute brings it there."
         )
     return torch_private.spec_of(registered)
+
+
+def replaced_unseen(fqn: str) -> StateError:
+    """The refusal to compute with another parameter than the one that the user has registered."""
+    return StateError(
+        f"Parameter {fqn!r} was replaced on its module since the first forward, by assignment or by "
+        "torch.func.functional_call. The module would compute with the old one all the same. Copy "
+        "the values into the sharded parameter, or load them: load_state_dict(..., assign=True)."
+    )
+
+
+def check_dense(fqn: str, grad: torch.Tensor) -> None:
+    """Checks that a whole gradient can be cut into rows.
+
+    Raises:
+        TensorKindError: It is sparse.
+    """
+    if grad.layout is not torch.strided:
+        raise TensorKindError(
+            f"The gradient of parameter {fqn!r} is sparse ({grad.layout}), and a reduction takes "
+            "dense ones only. Construct the embedding with sparse=False."
+        )
 
 
 def check_grad(fqn: str, total: torch.Tensor, local: torch.Tensor) -> None:

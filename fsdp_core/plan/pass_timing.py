@@ -6,23 +6,23 @@ import json
 import os
 import signal
 import time
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from functools import partial
-from math import prod
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, BinaryIO
 
 import torch
 from torch import nn
 
 from fsdp_core.plan import fakes
 from fsdp_core.plan.apply import DTYPES
-from fsdp_core.plan.model import ModelProfile, PassTimes
+from fsdp_core.plan.model import Growth, PassTimes
 from fsdp_core.runtime.tensor_tree import map_tensors
 
 if TYPE_CHECKING:
     from fsdp_core.plan.model.sharding import Precision
-    from fsdp_core.plan.profiling import ModelUnderStudy
+    from fsdp_core.plan.study import ModelUnderStudy
 
 REFERENCE_WIDTH = 768
 """Rows and columns of the matrices by whose product the processor's speed is measured, here and in a node's self-test."""
@@ -32,39 +32,71 @@ _GIVEN_UP_S = 10
 _LONGEST_PASS_S = 0.4
 _REPEATS = 5
 _FACTOR = 2
+_GRADS_TOO = 2
 _MOST_SIZES = 9
 _SCALE = 0.02
 # What a pass takes longer than its matrix products would at their best rate; at least.
 _SLOWER = 2
 
 
-def timed_passes(
-    study: ModelUnderStudy, profile: ModelProfile, memory: int, param_dtype: Precision | None
-) -> PassTimes | None:
-    """Runs passes of some micro-batches and times them; None if that takes too much.
+@dataclass(frozen=True)
+class Effort:
+    """What passes of a model take.
 
-    The model gets parameters with values, whole, in a child process: what it does there, and what
-    memory it takes, ends with that process. Only on the host: an accelerator's memory may belong
-    to ranks.
+    Attributes:
+        weights: Bytes of its parameters.
+        saved: Bytes that forward saves for backward, by micro-batch.
+        flops: Floating-point operations of forward and backward, by micro-batch.
+    """
+
+    weights: int
+    saved: Growth
+    flops: Growth
+
+
+@contextmanager
+def timing_passes(
+    study: ModelUnderStudy, effort: Effort, memory: int, param_dtype: Precision | None
+) -> Iterator[Callable[[], PassTimes | None]]:
+    """Within, a child process runs passes of some micro-batches and times them.
+
+    The model gets parameters with values, whole: what it does there, and what memory it takes, ends with
+    that process. Only on the host: an accelerator's memory may belong to ranks. The child counts the
+    time of its own thread, so that others take nothing from it. It ends with the block.
 
     Args:
         study: The model.
-        profile: Of it.
+        effort: Of its passes.
         memory: Bytes that may be taken.
         param_dtype: Of computation.
+
+    Yields:
+        Waits for what was found; None if that takes too much, or fails.
     """
     if study.device_type != "cpu":
-        return None
-    take = partial(_time_all, study, profile, memory, param_dtype)
-    answer = _in_child(take)
-    if not answer:
-        return None
-    flops, *seconds = json.loads(answer)
-    return PassTimes(tuple((int(m), f, b) for m, f, b in seconds), flops) if seconds else None
+        yield lambda: None
+        return
+    child, answers = _in_child(partial(_time_all, study, effort, memory, param_dtype))
+
+    def found() -> PassTimes | None:
+        answer = answers.read()
+        if not answer:
+            return None
+        flops, *seconds = json.loads(answer)
+        return PassTimes(tuple((int(m), f, b) for m, f, b in seconds), flops) if seconds else None
+
+    try:
+        with answers:
+            yield found
+    finally:
+        with suppress(ProcessLookupError):
+            os.kill(child, signal.SIGKILL)
+        with suppress(ChildProcessError):
+            os.waitpid(child, 0)
 
 
-def _in_child(take: Callable[[], Sequence[object]]) -> bytes:
-    """What `take` returns, as JSON; nothing if it fails, or takes far too long."""
+def _in_child(take: Callable[[], Sequence[object]]) -> tuple[int, BinaryIO]:
+    """A process that writes what `take` returns, as JSON; nothing if it fails, or takes far too long."""
     reading, writing = os.pipe()
     parent = os.getpid()
     child = os.fork()
@@ -79,25 +111,20 @@ def _in_child(take: Callable[[], Sequence[object]]) -> bytes:
         finally:
             os._exit(0)
     os.close(writing)
-    with open(reading, "rb") as answers:  # noqa: PTH123 - a descriptor
-        answer = answers.read()
-    with suppress(ChildProcessError):
-        os.waitpid(child, 0)
-    return answer
+    return child, open(reading, "rb")  # noqa: PTH123 - a descriptor, and the caller's
 
 
 def _time_all(
-    study: ModelUnderStudy, profile: ModelProfile, memory: int, param_dtype: Precision | None
+    study: ModelUnderStudy, effort: Effort, memory: int, param_dtype: Precision | None
 ) -> list[object]:
     torch.set_num_threads(1)
     rate = _reference_flops()
-    weights = 2 * sum(prod(each.shape) * each.itemsize for each in profile.parameters)
     model: nn.Module | None = None
     found: list[object] = [rate]
     began, size = time.perf_counter(), 1
     for _ in range(_MOST_SIZES):
-        need = weights + sum(unit.saved.at(size) for unit in profile.units)
-        least = _SLOWER * profile.flops.at(size) / rate
+        need = _GRADS_TOO * effort.weights + effort.saved.at(size)
+        least = _SLOWER * effort.flops.at(size) / rate
         if _SLOWER * need > memory or least > _LONGEST_PASS_S:
             break
         if model is None:

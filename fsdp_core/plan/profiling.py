@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import partial
 from itertools import zip_longest
 from typing import TYPE_CHECKING, Any
@@ -27,13 +26,15 @@ from fsdp_core.plan.model import (
     Highest,
     ModelProfile,
     ParameterFacts,
+    PassTimes,
     Segment,
-    TensorParallelPlan,
     Trace,
     UnitFacts,
     matches,
 )
+from fsdp_core.plan.pass_timing import Effort, timing_passes
 from fsdp_core.plan.step_trace import RawSegment, RawStep, StepOptions, follow_step
+from fsdp_core.plan.study import ModelUnderStudy
 from fsdp_core.plan.tensor_parallel import split
 from fsdp_core.plan.unit_counts import UnitCounts, count
 from fsdp_core.plan.workspace import Workspaces
@@ -53,32 +54,13 @@ _FAR = (64, 128, 256)
 _STRAIGHT, _STRAIGHT_BYTES = 0.02, 1 << 16
 
 
-@dataclass(frozen=True)
-class ModelUnderStudy:
-    """How to build a model and to run it.
-
-    Attributes:
-        make: Builds it.
-        loss: Runs it on a micro-batch of so many samples, which it makes on the default device,
-            and returns a scalar.
-        device_type: Where the job will run.
-        tensor_parallel: What is split over the `tp` axis, where there is one.
-        built_whole: Whether ranks build it with values, and not on the meta device.
-    """
-
-    make: Callable[[], nn.Module]
-    loss: Callable[[nn.Module, int], torch.Tensor]
-    device_type: str = "cpu"
-    tensor_parallel: tuple[TensorParallelPlan, ...] = ()
-    built_whole: bool = False
-
-
 def profile_model(
     study: ModelUnderStudy,
     conditions: Sequence[Conditions] = (Conditions(),),
     *,
     stops: Sequence[str] = (),
     sizes: Sequence[int] | None = None,
+    timed_within: int | None = None,
 ) -> ModelProfile:
     """Profiles a model without running it. Single operators are run, see `Workspaces`.
 
@@ -92,6 +74,8 @@ def profile_model(
             plan's units.
         sizes: Micro-batches; None: `SIZES`, twice as many samples if the model takes no single
             one, and large ones besides if memory does not grow in lines.
+        timed_within: Bytes that passes with values may take, which are timed beside the rest; None:
+            none are.
 
     Raises:
         PlanError: The device is not there, the model has no module that a stop or split means, or
@@ -107,17 +91,29 @@ def profile_model(
     named = {name for name in names if any(matches(stop, name) for stop in stops)}
     stopping = [name for name in names if name in kinds or name in named or name == ""]
     workspaces = Workspaces.on(study.device_type)
-    followed = [
-        {size: _follow(study, each, stopping, size, workspaces) for size in near}
-        for each in conditions
-    ]
-    # Large micro-batches are followed without running operators.
-    is_open = sizes is None and not workspaces.has_resized
-    if is_open and not _is_straight(study, conditions[0], stopping, followed[0]):
-        for each, steps in zip(conditions, followed, strict=True):
-            steps.update({size: _follow(study, each, stopping, size, None) for size in _FAR})
+    followed: list[dict[int, RawStep]] = [{} for _ in conditions]
+    # What is wrong with the model is raised here, before it is run in another way.
+    followed[0][near[0]] = _follow(study, conditions[0], stopping, near[0], workspaces)
     ends = (min(near), max(near))
     counts = {size: _count(study, stopping, size) for size in ends}
+    flops = _growth({size: each.flops[""] for size, each in counts.items()})
+    effort = Effort(
+        sum(each.nbytes for each in model.parameters()),
+        _growth(
+            {size: sum(each.saved.get(name, 0) for name in kinds) for size, each in counts.items()}
+        ),
+        flops,
+    )
+    with _timing(study, effort, timed_within, conditions[0]) as timed:
+        for each, steps in zip(conditions, followed, strict=True):
+            missing = [size for size in near if size not in steps]
+            steps.update({n: _follow(study, each, stopping, n, workspaces) for n in missing})
+        # Large micro-batches are followed without running operators.
+        is_open = sizes is None and not workspaces.has_resized
+        if is_open and not _is_straight(study, conditions[0], stopping, followed[0]):
+            for each, steps in zip(conditions, followed, strict=True):
+                steps.update({size: _follow(study, each, stopping, size, None) for size in _FAR})
+        times = timed()
     return ModelProfile(
         device_type=study.device_type,
         modules=tuple(names),
@@ -125,12 +121,21 @@ def profile_model(
         parameters=_parameters(model),
         buffers=tuple(BufferFacts(name, each.nbytes) for name, each in model.named_buffers()),
         units=tuple(_unit(name, kind, followed[0], counts) for name, kind in kinds.items()),
-        flops=_growth({size: each.flops[""] for size, each in counts.items()}),
+        flops=flops,
         traces=tuple(_trace(each, steps) for each, steps in zip(conditions, followed, strict=True)),
         granularity=_GRANULARITY.get(study.device_type, 1),
         smallest=min(near),
         built_whole=study.built_whole,
+        timed=times,
     )
+
+
+def _timing(
+    study: ModelUnderStudy, effort: Effort, memory: int | None, conditions: Conditions
+) -> AbstractContextManager[Callable[[], PassTimes | None]]:
+    if memory is None:
+        return nullcontext(lambda: None)
+    return timing_passes(study, effort, memory, conditions.param_dtype)
 
 
 # -- Running it without memory

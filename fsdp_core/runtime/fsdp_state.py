@@ -69,6 +69,7 @@ class FSDPState(ShardedUnit):
         self._may_miss_update = False
         self._awaits_backward = False
         self._hidden_outputs = 0
+        self._is_differentiated_twice = False
         self._params.watch_grads(weakly(self._note_grad))
 
     @property
@@ -134,6 +135,7 @@ class FSDPState(ShardedUnit):
                 self._may_miss_update = False
                 self._params.reshard_unused()
             self._params.hold()
+            self._is_differentiated_twice = torch_private.gradients_nest()
             if self.context.begin_forward(self):
                 args, kwargs = self._casting.to_device((args, kwargs))
         args, kwargs = self._casting.inputs((args, kwargs))
@@ -264,16 +266,20 @@ class FSDPState(ShardedUnit):
     def _post_backward(self, *, was_reached: bool = True) -> None:
         """Phases: take the gradients, free the parameters, make room, reduce."""
         self.context.join_backward(self)
-        self._has_new_grads = self._awaits_backward = self._may_miss_update = False
+        self._has_new_grads = self._awaits_backward = False
         self._hidden_outputs = 0
         self._enter(TrainingState.POST_BACKWARD)
         self._params.let_go()
         if was_reached:
             self._params.end_use_in_backward()
         with self.tracer.phase("post_backward"):
-            if self.options.reshard_after_backward:
+            # A gradient of a gradient reads what that one saved, and `torch.func` does not look at
+            # versions: freed memory would end the process. The next forward gathers again.
+            self._may_miss_update = self._is_differentiated_twice
+            frees = self.options.reshard_after_backward and not self._may_miss_update
+            if frees:
                 self._params.reshard_borrowed()
-            self._params.reduce(self.options, self.context, was_reached=was_reached)
+            self._params.reduce(self.options, self.context, was_reached=was_reached, frees=frees)
 
     def complete_backward(self, *, is_whole: bool) -> None:
         """Runs post-backward if no input needed a gradient, so autograd had no reason to.
@@ -312,7 +318,7 @@ class FSDPState(ShardedUnit):
         self._has_new_grads = False
         self._params.hold()
         with self.tracer.phase("post_backward"):
-            self._params.reduce(self.options, self.context, was_reached=True)
+            self._params.reduce(self.options, self.context, was_reached=True, frees=False)
         if not self.is_in_forward:
             self._params.let_go()
 

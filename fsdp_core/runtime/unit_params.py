@@ -125,33 +125,38 @@ class UnitParams:
                 if not group.is_held:
                     group.reshard_after_forward(comm)
 
-    def reduce(self, options: UnitOptions, context: RootContext, *, was_reached: bool) -> None:
+    def reduce(
+        self, options: UnitOptions, context: RootContext, *, was_reached: bool, frees: bool
+    ) -> None:
         """Takes the whole gradients, frees the parameters that no unit needs, and reduces.
 
         Args:
-            options: Whether to reduce, or to keep the gradients whole; whether to free.
+            options: Whether to reduce, or to keep the gradients whole.
             context: Takes the reductions into its window.
             was_reached: See `FSDPParamGroup.take_grads`.
+            frees: Whether to free.
         """
         with torch_private.outside_transforms():
-            self._reduce(options, context, was_reached=was_reached)
+            self._reduce(options, context, was_reached=was_reached, frees=frees)
 
-    def _reduce(self, options: UnitOptions, context: RootContext, *, was_reached: bool) -> None:
+    def _reduce(
+        self, options: UnitOptions, context: RootContext, *, was_reached: bool, frees: bool
+    ) -> None:
         for group in reversed(self.groups):
             if not options.reduce_grads:
-                self._reshard_after_backward(group, options)
+                self._reshard_after_backward(group, frees=frees)
                 group.keep_grads(was_reached=was_reached)
                 continue
             batches = group.take_grads(was_reached=was_reached)
-            self._reshard_after_backward(group, options)
+            self._reshard_after_backward(group, frees=frees)
             for batch in batches:
                 with self._tracer.span("post_backward_rs_wait"):
                     context.make_room_for_reduce()
                 with self._tracer.span("post_backward_reduce"):
                     context.admit_reduce(group.issue_reduce(batch, context.comm))
 
-    def _reshard_after_backward(self, group: FSDPParamGroup, options: UnitOptions) -> None:
-        if options.reshard_after_backward and not group.is_held:
+    def _reshard_after_backward(self, group: FSDPParamGroup, *, frees: bool) -> None:
+        if frees and not group.is_held:
             with self._tracer.span("post_backward_reshard"):
                 group.reshard()
 

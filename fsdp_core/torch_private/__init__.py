@@ -39,6 +39,7 @@ from fsdp_core.torch_private.meshes import (
     root_mesh,
 )
 from fsdp_core.torch_private.modes import (
+    gradients_nest,
     in_backward,
     in_compiled_autograd,
     is_profiling,
@@ -61,6 +62,7 @@ from fsdp_core.torch_private.modules import (
     mark_for_dynamo,
     opaque_to_dynamo,
     own_parameters,
+    parameter_at,
     parameter_table,
     register_load_pre_hook,
     set_composable,
@@ -102,6 +104,7 @@ __all__ = [
     "foreach_div",
     "foreach_norm",
     "foreach_scale",
+    "gradients_nest",
     "group_device_types",
     "in_backward",
     "in_compiled_autograd",
@@ -123,6 +126,7 @@ __all__ = [
     "outside_selective_checkpoint",
     "outside_transforms",
     "own_parameters",
+    "parameter_at",
     "parameter_table",
     "post_accumulate_hooks",
     "preserve_version",

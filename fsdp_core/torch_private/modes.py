@@ -94,6 +94,14 @@ def transforms_active() -> bool:
     return bool(torch._C._are_functorch_transforms_active())
 
 
+def gradients_nest() -> bool:
+    """Whether one gradient of `torch.func` is being taken within another."""
+    if not transforms_active():
+        return False
+    transforms = torch._C._functorch.get_interpreter_stack() or ()
+    return sum(each.key() == torch._C._functorch.TransformType.Grad for each in transforms) > 1
+
+
 def outside_transforms() -> AbstractContextManager[object]:
     """Tensors made and collectives done within are no part of a `torch.func` transform."""
     if not transforms_active():

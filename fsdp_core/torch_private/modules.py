@@ -49,6 +49,11 @@ def set_parameter(module: nn.Module, name: str, parameter: nn.Parameter) -> None
         setattr(module, name, parameter)
 
 
+def parameter_at(module: nn.Module, name: str) -> nn.Parameter | None:
+    """What is registered as `name`; None if nothing is."""
+    return module._parameters.get(name)
+
+
 def parameter_table(module: nn.Module) -> dict[str, nn.Parameter | None] | None:
     """Where `set_parameter` writes, for whoever does so at every step; None: it assigns the attribute."""
     is_ordinary = type(module).__setattr__ is nn.Module.__setattr__

@@ -31,12 +31,14 @@ from services.cli.errors import (
 from services.cli.spec_places import SpecText
 from services.contract.api.pointers import faults_of
 from services.contract.jobs.bounded_json import INT_END, MAX_DEPTH
+from services.contract.words.bounds import shortened
 from services.contract.words.problems import Fault
 
 MAX_FILE_BYTES: Final = 1 << 18
 """As the controller takes at most; a spec as JSON is at most a quarter of it."""
 STANDARD_INPUT: Final = "-"
 _MAX_VALUES: Final = 65_536
+_SHOWN_CHARACTERS: Final = 300
 
 
 def read_spec(path: Path) -> dict[str, Any]:
@@ -89,11 +91,11 @@ def spec_of(text: str, where: str) -> dict[str, Any]:
             f"{where} holds no job spec: it must be a mapping with model, data, train"
         )
     for place, value in _beyond_json(loaded, ""):
-        named = f"{where}: {place or 'a key'}"
+        named = f"{where}: {shortened(place, _SHOWN_CHARACTERS) or 'a key'}"
         if isinstance(value, int) and not _is_of_json(value):  # too long to be shown, perhaps
             raise SpecFileError(f"{named} is an integer beyond 64 bits; quote it if it is a text")
         raise SpecFileError(
-            f"{named} is {value!r}, a {type(value).__name__}, which JSON cannot "
+            f"{named} is {shortened(repr(value), _SHOWN_CHARACTERS)}, a {type(value).__name__}, which JSON cannot "
             "carry; write it as a number or a quoted text"
         )
     return loaded
@@ -171,9 +173,11 @@ def _loaded(text: str, where: str) -> Any:  # noqa: ANN401 whatever a document h
     except MarkedYAMLError as error:
         mark = error.problem_mark
         place = f"line {mark.line + 1}, column {mark.column + 1}" if mark else "somewhere"
-        raise SpecFileError(f"{where} is not valid YAML: {place}: {error.problem}") from error
+        problem = shortened(str(error.problem), _SHOWN_CHARACTERS)
+        raise SpecFileError(f"{where} is not valid YAML: {place}: {problem}") from error
     except Exception as error:  # what a scalar is made by raises what it likes
-        raise SpecFileError(f"{where} is not valid YAML: {error}") from error
+        problem = shortened(str(error), _SHOWN_CHARACTERS)
+        raise SpecFileError(f"{where} is not valid YAML: {problem}") from error
 
 
 @dataclass

@@ -35,6 +35,7 @@ from services.contract.api.views import (
 from services.contract.words.states import FailureClass
 
 _MEASURED: Final = {"resident_growth": "of the process's memory", "allocated": "allocated"}
+_TELEMETRY_AWAY: Final = "away: its Redis does not answer; the step is that of the record"
 
 
 def jobs_table(page: JobPage) -> FittedTable[JobView]:
@@ -72,6 +73,7 @@ def job_details(job: JobView) -> Details:
         ("state", state_text(job.state)),
         ("why", job.reason),
         ("exit reason", job.exit_reason),
+        ("telemetry", _TELEMETRY_AWAY if job.telemetry_away else None),
         ("step", f"{step} of {of}"),
         ("loss", loss(job.progress.loss, job.progress)),
         ("validation", _evaluation(job)),

@@ -146,7 +146,8 @@ async def serve(
         redis_ports(
             settings.redis_address,
             settings.max_streams,
-            kept_s,
+            telemetry_url=settings.telemetry_redis_address,
+            telemetry_kept_s=kept_s,
             quota=Quota(settings.max_unfinished_jobs, settings.max_jobs),
         ) as bare_ports,
         HttpWebhooks(settings.webhook_hosts) as webhooks,

@@ -3,7 +3,7 @@
 ``save`` copies while everything runs. Redis first: what its copy names was committed before the
 storage is copied. Of a job first the chain, then the shards that the chain commits: the other way
 round a commit could come along whose shards do not. What retention takes meanwhile is seen in the
-chain, and that job is copied again.
+chain, and that job is copied again. A bucket is copied in the same way, into the same files.
 
 ``restore`` writes into empty folders, before Redis and agents are started on them. As root both keep
 owners and modes.
@@ -17,28 +17,38 @@ import shutil
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Final
+from typing import TYPE_CHECKING, BinaryIO, Final
 
 from services.contract.storage.commit_chain import DRAFT_PREFIX, CommitChain
 from services.contract.storage.manifests import Manifest
-from services.contract.system.durable import open_plain, sync_folder
+from services.contract.storage.storage_address import BucketAddress, storage_address
+from services.contract.system.durable import is_hollow, open_plain, sync_folder
+
+if TYPE_CHECKING:
+    from services.contract.storage.bucket import Bucket
 
 _AOF: Final = "appendonlydir"
 _UNFINISHED: Final = ".unfinished"
 _MOST_TRIES: Final = 100
 _BLOCK: Final = 1 << 20
 _FAILED: Final = 1
+# Ranks may make folders within folders; ours are four deep.
+_DEEPEST: Final = 32
 
 
 class BackupError(Exception):
     """The copy cannot be made; the text says what to do."""
 
 
+class _HollowError(Exception):
+    """Nearly all of a file is holes, which nothing of ours leaves: to copy it could take for ever."""
+
+
 class _ChangedError(Exception):
     """What was being copied has been replaced or taken away."""
 
 
-def save(redis: Path, checkpoints: Path, backup: Path) -> int:
+def save(redis: Path, checkpoints: Path | BucketAddress, backup: Path) -> int:
     """Copy both into ``backup``, which appears whole or not at all; returns the number of jobs.
 
     Args:
@@ -59,31 +69,42 @@ def save(redis: Path, checkpoints: Path, backup: Path) -> int:
     draft.mkdir(mode=0o700, parents=True)
     _again(lambda: _copy_redis(redis / _AOF, draft / "redis" / _AOF), draft / "redis", "Redis")
     _like(redis, draft / "redis")
-    jobs = _copy_storage(checkpoints, draft / "checkpoints")
+    if isinstance(checkpoints, Path):
+        jobs = _copy_storage(checkpoints, draft / "checkpoints")
+    else:
+        jobs = _copy_bucket(_bucket(checkpoints), draft / "checkpoints")
     os.sync()
     draft.rename(backup)
     sync_folder(backup.parent)
     return jobs
 
 
-def restore(redis: Path, checkpoints: Path, backup: Path) -> int:
-    """Copy a backup back into the empty folders ``redis`` and ``checkpoints``; returns the number of jobs.
+def restore(redis: Path, checkpoints: Path | BucketAddress, backup: Path) -> int:
+    """Copy a backup back into the empty ``redis`` and ``checkpoints``; returns the number of jobs.
+
+    What was saved of a folder can be restored into a bucket, and the other way round.
 
     Raises:
-        BackupError: ``backup`` is none, or one of the folders is not empty.
+        BackupError: ``backup`` is none, or there is something in one of the two.
         OSError: A folder cannot be read or written.
     """
     if not (backup / "redis" / _AOF).is_dir() or not (backup / "checkpoints").is_dir():
         raise BackupError(f"{backup} is no backup of `save`")
-    for folder in (redis, checkpoints):
-        if folder.is_dir() and any(folder.iterdir()):
-            raise BackupError(
-                f"{folder} is not empty: stop what uses it, and move its content away first"
-            )
-    for name, folder in (("redis", redis), ("checkpoints", checkpoints)):
-        _copy_tree(backup / name, folder)
+    bucket = None if isinstance(checkpoints, Path) else _bucket(checkpoints)
+    full = [
+        f for f in (redis, checkpoints) if isinstance(f, Path) and f.is_dir() and any(f.iterdir())
+    ]
+    if full or (bucket is not None and (bucket.names("") or bucket.folders(""))):
+        raise BackupError(
+            f"{full[0] if full else checkpoints} is not empty: stop what uses it, and move its content away first"
+        )
+    _copy_tree(backup / "redis", redis)
+    if isinstance(checkpoints, Path):
+        _copy_tree(backup / "checkpoints", checkpoints)
+    elif bucket is not None:
+        _fill(bucket, backup / "checkpoints")
     os.sync()
-    return len(list(checkpoints.glob("job_*")))
+    return len(list((backup / "checkpoints").glob("job_*")))
 
 
 def _copy_redis(source: Path, target: Path) -> None:
@@ -148,25 +169,109 @@ def _copy_shards(source: Path, target: Path, manifest: Manifest) -> None:
     _make_like(source / folder, target / folder)
     for shard in manifest.shards:
         path = source / folder / shard.name
-        digest = _copy_file(path, target / folder / shard.name)
+        try:
+            digest = _copy_file(path, target / folder / shard.name)
+        except _HollowError:
+            raise _damaged(str(path), "that of a file full of holes", shard.sha256) from None
         if digest != shard.sha256:
-            raise BackupError(
-                f"{path} is damaged: its sha256 is {digest}, its manifest says {shard.sha256}; "
-                "delete the checkpoint, then save again"
-            )
+            raise _damaged(str(path), digest, shard.sha256)
 
 
-def _copy_tree(source: Path, target: Path, *, without: Sequence[str] = ()) -> None:
-    """All plain files below ``source``; what vanishes meanwhile is left out."""
+def _bucket(address: BucketAddress) -> "Bucket":
+    # Only here, for one who has no bucket need not have boto3.
+    from services.contract.storage.bucket import Bucket  # noqa: PLC0415
+
+    return Bucket(address)
+
+
+def _copy_bucket(bucket: "Bucket", target: Path) -> int:
+    target.mkdir()
+    for name in bucket.names(""):
+        _fetch(bucket, name, target)
+    for job in sorted(bucket.folders("")):
+        _again(lambda job=job: _copy_job_of(bucket, job, target), target / job, f"job {job}")  # type: ignore[misc]
+    return len(list(target.glob("job_*")))
+
+
+def _copy_job_of(bucket: "Bucket", job: str, root: Path) -> None:
+    chain = bucket.names(f"{job}/chain").keys()
+    for name in chain:
+        _fetch(bucket, f"{job}/chain/{name}", root)
+    for manifest in CommitChain(root, job).committed():
+        for shard in manifest.shards:
+            name = f"{job}/shards/{manifest.checkpoint_id}/{shard.name}"
+            try:
+                digest = _fetch(bucket, name, root)
+            except FileNotFoundError:
+                if bucket.names(f"{job}/chain").keys() != chain:
+                    raise _ChangedError from None
+                raise
+            if digest != shard.sha256:
+                raise _damaged(f"{bucket.address}/{name}", digest, shard.sha256)
+    for folder in ("", *(bucket.folders(job) - {"chain", "shards"})):
+        _fetch_below(bucket, f"{job}/{folder}".rstrip("/"), root, deeper=bool(folder))
+
+
+def _fetch_below(bucket: "Bucket", folder: str, root: Path, *, deeper: bool) -> None:
+    for name in bucket.names(folder):
+        with contextlib.suppress(FileNotFoundError):
+            _fetch(bucket, f"{folder}/{name}", root)
+    for further in bucket.folders(folder) if deeper else ():
+        _fetch_below(bucket, f"{folder}/{further}", root, deeper=True)
+
+
+def _fetch(bucket: "Bucket", name: str, root: Path) -> str:
+    """The sha256 of what was copied."""
+    digest, parts = hashlib.sha256(), bucket.parts(name)
+    path = root / name
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("xb") as writing:
+        for part in parts:
+            digest.update(part)
+            writing.write(part)
+    return digest.hexdigest()
+
+
+def _fill(bucket: "Bucket", source: Path) -> None:
+    """Chains last: what a commit names is there before it."""
+    files = [path for path in source.rglob("*") if path.is_file()]
+    for path in sorted(files, key=lambda path: (path.parent.name == "chain", path)):
+        bucket.upload(path.relative_to(source).as_posix(), path)
+
+
+def _damaged(place: str, found: str, voted: str) -> BackupError:
+    return BackupError(
+        f"{place} is damaged: its sha256 is {found}, its manifest says {voted}; delete the "
+        "checkpoint, then save again"
+    )
+
+
+def _copy_tree(
+    source: Path, target: Path, *, without: Sequence[str] = (), depth: int = _DEEPEST
+) -> None:
+    """All plain files below ``source``; what vanishes meanwhile is left out.
+
+    So is what only a rank's user code leaves there to prevent copies; each is named on stderr.
+    """
     _make_like(source, target)
     for path in _listed(source):
         if path.name in without or path.name.startswith(DRAFT_PREFIX) or path.is_symlink():
             continue
         with contextlib.suppress(FileNotFoundError):
             if path.is_dir():
-                _copy_tree(path, target / path.name)
+                if depth:
+                    _copy_tree(path, target / path.name, depth=depth - 1)
+                else:
+                    _say_left_out(path, f"it is more than {_DEEPEST} folders deep")
             elif path.is_file():
-                _copy_file(path, target / path.name)
+                try:
+                    _copy_file(path, target / path.name)
+                except _HollowError:
+                    _say_left_out(path, "nearly all of it is holes")
+
+
+def _say_left_out(path: Path, why: str) -> None:
+    sys.stderr.write(f"backup: {str(path)!a} is left out: {why}\n")
 
 
 def _listed(folder: Path) -> Iterator[Path]:
@@ -175,15 +280,26 @@ def _listed(folder: Path) -> Iterator[Path]:
 
 
 def _copy_file(source: Path, target: Path) -> str:
-    """The sha256 of what was copied."""
+    """The sha256 of what was copied.
+
+    Raises:
+        _HollowError: Nothing was.
+    """
     digest = hashlib.sha256()
-    with os.fdopen(open_plain(source), "rb") as reading, target.open("xb") as writing:
-        while block := reading.read(_BLOCK):
-            digest.update(block)
-            writing.write(block)
+    with os.fdopen(open_plain(source), "rb") as reading:
+        if is_hollow(reading.fileno()):
+            raise _HollowError
+        _write_copy(reading, target, digest)
         status = os.fstat(reading.fileno())
     _take_on(target, status)
     return digest.hexdigest()
+
+
+def _write_copy(reading: BinaryIO, target: Path, digest: "hashlib._Hash") -> None:
+    with target.open("xb") as writing:
+        while block := reading.read(_BLOCK):
+            digest.update(block)
+            writing.write(block)
 
 
 def _make_like(source: Path, target: Path) -> None:
@@ -218,12 +334,22 @@ def _again(copy: Callable[[], None], target: Path, what: str) -> None:
     )
 
 
+def _address(text: str) -> Path | BucketAddress:
+    address = storage_address(text)
+    return address if isinstance(address, BucketAddress) else Path(text)
+
+
 def main() -> None:
     """Save or restore. Exit code 1: it could not be done, and why is on stderr."""
     parser = argparse.ArgumentParser(prog="python -m services.controller.backup")
     parser.add_argument("action", choices=["save", "restore"])
     parser.add_argument("--redis", type=Path, required=True, help="Redis's folder")
-    parser.add_argument("--checkpoints", type=Path, required=True, help="the storage's root")
+    parser.add_argument(
+        "--checkpoints",
+        type=_address,
+        required=True,
+        help="the storage's root, a folder or s3://BUCKET/PREFIX",
+    )
     parser.add_argument("backup", type=Path, help="the backup's folder")
     given = parser.parse_args()
     action = save if given.action == "save" else restore

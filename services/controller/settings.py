@@ -18,7 +18,7 @@ from services.contract.jobs.code_archives import (
 )
 from services.contract.jobs.entry_points import EntryPoints, entry_points
 from services.contract.jobs.specs import HIGHEST_PRIORITY
-from services.contract.redis.redis_address import redis_address
+from services.contract.redis.redis_settings import RedisSettings
 from services.contract.storage.storage_address import BucketAddress, storage_address
 from services.contract.system.secret_files import with_secret_files
 
@@ -27,10 +27,8 @@ _MIN_TOKEN_BITS: Final = 128
 _MIN_TOKEN_LETTERS: Final = 8
 
 
-class Settings(BaseSettings):
+class Settings(RedisSettings):
     """Each is the environment variable ``MESHLOOM_<NAME>``; docs/configuration.md lists them."""
-
-    model_config = SettingsConfigDict(env_prefix="MESHLOOM_", frozen=True, extra="ignore")
 
     host: str = Field(
         default="127.0.0.1",
@@ -49,24 +47,6 @@ class Settings(BaseSettings):
     tls_key: Path | None = Field(
         default=None,
         description="File with that certificate's key; unset: it is in the certificate's file.",
-    )
-    redis_url: str = Field(
-        description="The Redis server; `rediss://` for TLS. `make up` starts one where it is not set."
-    )
-    redis_ca: Path | None = Field(
-        default=None,
-        description="File with the certificates of the authorities that sign Redis's; unset: the system's.",
-    )
-    redis_cert: Path | None = Field(
-        default=None, description="File with the client certificate for Redis."
-    )
-    redis_key: Path | None = Field(default=None, description="File with that certificate's key.")
-    redis_password: SecretStr | None = Field(
-        default=None,
-        description="The password of the user in `MESHLOOM_REDIS_URL`, which then has none; of any characters.",
-    )
-    redis_password_file: Path | None = Field(
-        default=None, description="File that has it, in place of `MESHLOOM_REDIS_PASSWORD`."
     )
     token: SecretStr | None = Field(
         default=None,
@@ -192,8 +172,8 @@ class Settings(BaseSettings):
 
     @model_validator(mode="before")
     @classmethod
-    def _read_secrets(cls, values: object) -> object:
-        return with_secret_files(values, "token", "redis_password")
+    def _read_token(cls, values: object) -> object:
+        return with_secret_files(values, "token")
 
     @property
     def is_loopback(self) -> bool:
@@ -210,28 +190,10 @@ class Settings(BaseSettings):
         """The controller's environment, for what a file of pools takes from it."""
         return dict(os.environ)
 
-    @property
-    def redis_address(self) -> str:
-        """The URL of Redis, with the files of TLS in it."""
-        return redis_address(
-            self.redis_url,
-            password=None
-            if self.redis_password is None
-            else self.redis_password.get_secret_value(),
-            ca=self.redis_ca,
-            cert=self.redis_cert,
-            key=self.redis_key,
-        )
-
     @model_validator(mode="after")
     def _a_key_has_its_certificate(self) -> Self:
         if self.tls_key is not None and self.tls_cert is None:
             raise ValueError("MESHLOOM_TLS_KEY: a key needs its certificate: set MESHLOOM_TLS_CERT")
-        return self
-
-    @model_validator(mode="after")
-    def _redis_can_be_trusted(self) -> Self:
-        _ = self.redis_address  # it says itself what is wrong
         return self
 
     @property

@@ -200,6 +200,7 @@ def agents_on(redis_url: str, folder: Path) -> Iterator[StartAgent]:
                 "MESHLOOM_NODE_ID": NODE,
                 "MESHLOOM_USER_PATH": str(PROGRAMS),
                 "MESHLOOM_TRAINER": "rank_program:train",
+                "MESHLOOM_MEASURE_IDLE_S": "0",
                 "PYTHONPATH": str(Path(__file__).parents[2]),
                 **env,
             }

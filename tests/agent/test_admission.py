@@ -2,6 +2,7 @@
 
 import base64
 import json
+import os
 import urllib.parse
 from pathlib import Path
 
@@ -40,14 +41,17 @@ def test_secrets_come_from_the_folder_by_name_alone(tmp_path: Path) -> None:
     (folder / "LONG").write_text("x" * 65_537)
     (folder / "BYTES").write_bytes(b"\xff" * 9)
     (folder / "FOLDER").mkdir()
+    os.mkfifo(folder / "PIPE")
+    (folder / "LINK").symlink_to("HUB")
     (tmp_path / "outside").write_text("not to be had")
     rules = admission(folder)
     assert rules.admit(spec(a={"secret": "HUB"}, b=[{"secret": "HUB"}])) == {"HUB": "value-of-hub"}
+    assert rules.admit(spec(a={"secret": "LINK"})) == {"LINK": "value-of-hub"}
     assert rules.admit(spec(a={"secret": "../outside"})) == {}  # that is no reference
     metrics = {"metrics": {"wandb": {"api_key": {"secret": "HUB"}}}}
     tracked = JobSpec.model_validate(spec().model_dump() | metrics)
     assert rules.admit(tracked) == {"HUB": "value-of-hub"}
-    for name in ("SHORT", "LONG", "BYTES", "FOLDER", "ABSENT"):
+    for name in ("SHORT", "LONG", "BYTES", "FOLDER", "PIPE", "ABSENT"):
         with pytest.raises(NotAdmittedError, match=f"secret {name}"):
             rules.admit(spec(a={"secret": name}))
     with pytest.raises(NotAdmittedError, match="MESHLOOM_SECRETS_DIR"):

@@ -2,7 +2,7 @@
 
 import asyncio
 import re
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine
 from dataclasses import replace
 from typing import Any, TypeVar
 
@@ -11,7 +11,6 @@ from redis.exceptions import NoPermissionError, OutOfMemoryError
 
 from services.contract.messages.telemetry import MetricRecord, RankSample, StepRecord
 from services.contract.redis import redis_keys
-from services.contract.words.ids import new_job_id
 from services.worker.agent.streams.redis_clients import writing_client
 from services.worker.agent.telemetry.beat import Beat, BeatAnswer
 from services.worker.agent.telemetry.gang_telemetry import Records
@@ -29,8 +28,12 @@ def write(url: str, number: int, *, life: str = "one", fence: int = 2) -> BeatAn
     async def beat() -> BeatAnswer:
         async with writing_client(url) as redis:
             gang = (JOB, fence)
-            records = [Records(JOB, fence, (STEP,), ())]
-            return await Beat(redis, NODE, life).write(number, {gang: [SAMPLE]}, records)
+            beat = Beat(redis, redis, NODE, life)
+            answer = await beat.renew([gang])
+            if not (answer.taken_by or answer.fenced or answer.unknown):
+                told = [Records(JOB, fence, (STEP,), ())]
+                await beat.write(number, answer.now_ms, {gang: [SAMPLE]}, told)
+            return replace(answer, now_ms="")
 
     return run(beat())
 
@@ -65,8 +68,8 @@ def test_a_beat_tells_the_ids_of_its_records_and_tells_them_again_when_it_is_rep
         async with writing_client(redis_url) as redis:
             steps = tuple(STEP.model_copy(update={"step": n + 1}) for n in range(count))
             told = [Records(JOB, 2, steps, ())]
-            answer = await Beat(redis, NODE, "one").write(number, {}, told)
-            return answer.ids[GANG]["steps"]
+            given = await Beat(redis, redis, NODE, "one").write(number, "1", {}, told)
+            return given[GANG]["steps"]
 
     first, again, second = (run(beat(n, count)) for n, count in ((1, 2_000), (1, 2_000), (2, 1)))
     rows: Any = job.client.xrange(redis_keys.job_steps(JOB))
@@ -84,13 +87,9 @@ def test_the_moment_of_a_sample_is_redis_time(job: Controller, redis_url: str) -
 
 
 @pytest.mark.parametrize("fence", [1, 2])
-def test_a_beat_writes_nothing_for_a_void_attempt(
-    job: Controller, redis_url: str, fence: int
-) -> None:
+def test_a_beat_is_told_of_a_void_attempt(job: Controller, redis_url: str, fence: int) -> None:
     job.open_job(fence=fence + 1)
     assert write(redis_url, 1, fence=fence).fenced == ((JOB, fence),)
-    assert job.steps() == []
-    assert not job.client.exists(redis_keys.job_ranks(JOB))
 
 
 def test_a_gang_whose_job_redis_has_lost_is_unknown_and_not_fenced(
@@ -101,7 +100,6 @@ def test_a_gang_whose_job_redis_has_lost_is_unknown_and_not_fenced(
     controller.client.sadd(redis_keys.DELETED_JOBS, JOB)
     answer = write(redis_url, 2)
     assert (answer.fenced, answer.unknown) == ((GANG,), ())
-    assert controller.steps() == []
 
 
 def test_a_beat_under_the_lease_of_another_writes_nothing(job: Controller, redis_url: str) -> None:
@@ -120,7 +118,7 @@ def test_another_life_counts_its_beats_again(job: Controller, redis_url: str) ->
 def test_a_lease_is_released_by_its_holder_alone(job: Controller, redis_url: str) -> None:
     async def release(life: str) -> None:
         async with writing_client(redis_url) as redis:
-            await Beat(redis, NODE, life).release()
+            await Beat(redis, redis, NODE, life).release()
 
     write(redis_url, 1)
     run(release("two"))
@@ -135,22 +133,9 @@ METRICS = tuple(MetricRecord(step=n, fence=2, values={"hits": n / 7}) for n in r
 def write_metrics(url: str, *told: Records) -> None:
     async def beat() -> None:
         async with writing_client(url) as redis:
-            await Beat(redis, NODE, "one").write_metrics(told)
+            await Beat(redis, redis, NODE, "one").write_metrics(told)
 
     run(beat())
-
-
-def test_metrics_are_written_of_jobs_that_live_and_attempts_that_hold(
-    job: Controller, redis_url: str
-) -> None:
-    deleted, unknown = (new_job_id(1_700_000_000_000, bytes([n] * 10)) for n in (1, 2))
-    job.client.hset(redis_keys.job(deleted), "fence", "1")
-    job.client.sadd(redis_keys.DELETED_JOBS, deleted)
-    told = Records(JOB, 2, (), (), METRICS)
-    others = [Records(name, 2, (), (), METRICS[:1]) for name in (deleted, unknown)]
-    write_metrics(redis_url, others[0], told, others[1], replace(told, fence=1))
-    assert job.metrics() == list(METRICS)
-    assert not job.client.exists(*map(redis_keys.job_metrics, (deleted, unknown)))
 
 
 def test_rules_of_redis_that_know_no_metrics_refuse_them_alone(
@@ -174,6 +159,17 @@ def test_a_stream_to_which_nothing_can_be_added_costs_no_lease(
     assert write(redis_url, 1) == BeatAnswer(lapsed=True)
     assert write(redis_url, 2) == BeatAnswer()
     assert job.client.hexists(redis_keys.job_ranks(JOB), "0")
+
+
+@pytest.mark.parametrize("key", [redis_keys.job_ranks, redis_keys.job_steps, redis_keys.job_logs])
+def test_a_key_that_another_agent_retyped_costs_its_own_records_alone(
+    job: Controller, redis_url: str, key: Callable[[str], str]
+) -> None:
+    job.client.set(key(JOB), "another type")
+    assert write(redis_url, 1) == BeatAnswer(lapsed=True)
+    written = {"ranks": redis_keys.job_ranks, "steps": redis_keys.job_steps}
+    kinds = {name: job.client.type(its(JOB)) for name, its in written.items() if its is not key}
+    assert kinds.items() <= {"ranks": "hash", "steps": "stream"}.items()
 
 
 def test_metrics_that_redis_has_no_memory_for_are_refused_and_may_be_written_later(

@@ -4,7 +4,13 @@ import asyncio
 
 import pytest
 
-from services.contract.messages.facts import CheckpointLinked, CheckpointLost, CheckpointVoted, Fact
+from services.contract.messages.facts import (
+    CheckpointLinked,
+    CheckpointLost,
+    CheckpointVoted,
+    Fact,
+    GangLaunched,
+)
 from services.contract.words.ids import checkpoint_id
 from services.worker.agent.departure import Commits
 from tests.agent.conftest import JOB, NODE
@@ -37,6 +43,10 @@ def lost(step: int) -> CheckpointLost:
     return CheckpointLost.model_validate(fields)
 
 
+def launched(fence: int) -> GangLaunched:
+    return GangLaunched(job_id=JOB, node_id=NODE, fence=fence, pids={0: 100})
+
+
 @pytest.mark.parametrize(
     ("facts", "is_awaited"),
     [
@@ -47,6 +57,8 @@ def lost(step: int) -> CheckpointLost:
         ([voted(0, 10), lost(10)], False),
         ([voted(0, 10), voted(0, 20), linked(20)], False),  # the earlier one was given up
         ([voted(0, 10), voted(0, 20), linked(10)], True),
+        ([voted(0, 10), launched(2)], False),  # the first attempt ended before all had voted
+        ([launched(1), voted(0, 10)], True),
     ],
 )
 def test_only_the_newest_checkpoint_that_this_agent_commits_is_awaited(

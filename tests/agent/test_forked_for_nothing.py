@@ -26,6 +26,9 @@ class NoNodeCommands:
     def give_way(self) -> None:
         """Nothing is measured here."""
 
+    async def put_together(self, job_id: str, fence: int) -> None:
+        """Nothing is recorded here."""
+
 
 class OnePid:
     """Forks one rank, always under the same process id; where it fails, the rank was for nothing."""

@@ -3,7 +3,9 @@
 import asyncio
 import contextlib
 import errno
-from collections.abc import AsyncIterator
+import os
+import signal
+from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -13,11 +15,22 @@ import psutil
 import pytest
 from pydantic import JsonValue
 
+from fsdp_core.plan.model import MeshPlan, ShardingPlan
 from services.contract.jobs.entry_points import entry_points
-from services.contract.messages.facts import Fact, GangLaunched, LaunchRefused
+from services.contract.jobs.specs import JobSpec
+from services.contract.messages.commands import LaunchGang, ReturnReplica, SetReplicas
+from services.contract.messages.facts import (
+    Fact,
+    GangEnded,
+    GangLaunched,
+    LaunchRefused,
+    ReplicaLost,
+    ReplicaReady,
+)
+from services.contract.messages.rank_pipe import RankSeat, ReplicaSet
 from services.contract.messages.warm_channel import NODE_MARK, RankForked, RankReaped
 from services.local.settings import child_environment
-from services.worker.agent.host.folders import NodeFolder
+from services.worker.agent.host.folders import AttemptFolder, NodeFolder
 from services.worker.agent.host.network import Network
 from services.worker.agent.node_commands import NodeCommands
 from services.worker.agent.ranks import template_link, warm_keeper
@@ -189,6 +202,97 @@ def test_no_rank_begins_with_the_secrets_of_another_job_in_its_memory(tmp_path: 
             assert value.encode() not in memory_of((await made.launch(2)).pids[0])
 
     asyncio.run(run())
+
+
+class SlowToReturn:
+    """Starts ranks of a lost replica, and is done with that once their gang has been reported."""
+
+    def __init__(self, launcher: Launcher) -> None:
+        self.launch = launcher.launch
+        self.give_code_back = launcher.give_code_back
+        self._launcher = launcher
+        self.forked: Crew | None = None
+        self.reported = asyncio.Event()
+
+    async def launch_again(self, lost: Mapping[int, RankSeat], folder: AttemptFolder) -> Crew:
+        endless = {"spec": two_replicas(FOREVER).spec}
+        seats = {rank: seat.model_copy(update=endless) for rank, seat in lost.items()}
+        self.forked = await self._launcher.launch_again(seats, folder)
+        await self.reported.wait()
+        return self.forked
+
+
+def test_a_replica_that_returns_when_the_others_have_finished_leaves_no_ranks_behind(
+    tmp_path: Path,
+) -> None:
+    """A replica that dies at the end of its job is asked back while the others leave."""
+    told: list[Fact] = []
+
+    async def seen(kind: type[Fact], count: int = 1) -> list[Fact]:
+        while len(found := [fact for fact in told if isinstance(fact, kind)]) < count:  # noqa: ASYNC110 a list tells nobody
+            await asyncio.sleep(0.01)
+        return found
+
+    async def run() -> None:
+        async with forkers(tmp_path) as made, asyncio.timeout(20):
+            launcher = SlowToReturn(made.launcher)
+            supervisor = Supervisor(
+                NODE,
+                made.folder,
+                Storage(tmp_path / "checkpoints", NODE),
+                cast("NodeCommands", NoNodeCommands()),
+                cast("Launcher", launcher),
+                told.append,
+            )
+
+            async def beat() -> None:
+                while True:
+                    while made.told:
+                        supervisor.rank_told(made.told.pop(0))
+                    supervisor.take_records()
+                    supervisor.records_written()
+                    await asyncio.sleep(0.01)
+
+            tasks = [
+                asyncio.create_task(supervisor.run(lambda: False)),
+                asyncio.create_task(beat()),
+            ]
+            await supervisor.handle(two_replicas(steps=60))
+            await seen(ReplicaReady, 2)
+            both = ReplicaSet(epoch=1, members=(0, 1), host="127.0.0.1", port=1)
+            await supervisor.handle(SetReplicas(job_id=JOB, fence=1, replicas=both))
+            (launched,) = await seen(GangLaunched)
+            assert isinstance(launched, GangLaunched)
+            os.kill(launched.pids[1], signal.SIGKILL)
+            await seen(ReplicaLost)
+            back = ReturnReplica(job_id=JOB, fence=1, replica=1, life=2)
+            returning = asyncio.create_task(supervisor.handle(back))
+            await seen(GangEnded)
+            launcher.reported.set()
+            await returning
+            assert launcher.forked is not None
+            pid = launcher.forked.pids[1]
+            while not is_gone(pid):  # noqa: ASYNC110 nor does a process
+                await asyncio.sleep(0.01)
+            await supervisor.emptied()
+            assert not made.folder.attempt(JOB, 1).boards.exists()
+            assert isinstance(told[-1], GangEnded)
+            for task in tasks:
+                task.cancel()
+
+    asyncio.run(run())
+
+
+def two_replicas(steps: int) -> LaunchGang:
+    command = launch(1, 2, steps, pause_s=0.01)
+    asked = {"faults": {"on_replica_loss": "continue"}, "mesh": {"dp_replicate": 2}}
+    sharding = ShardingPlan(mesh=MeshPlan(dp_replicate=2))
+    return command.model_copy(
+        update={
+            "spec": JobSpec.model_validate(command.spec.model_dump() | asked),
+            "plan": command.plan.model_copy(update={"sharding": sharding}),
+        }
+    )
 
 
 def memory_of(pid: int) -> bytes:

@@ -26,6 +26,7 @@ from services.worker.agent.gangs.events import (
 )
 from services.worker.agent.gangs.state import GangState, RankState
 from services.worker.agent.telemetry.hang import (
+    CUT_OFF_S,
     SLOW_PHASE_S,
     STOPPED_ALLOWED_S,
     Mark,
@@ -58,12 +59,14 @@ def standing_still(
     start: float = 0.0,
     phase: RankPhase = RankPhase.FORWARD,
     usual_step_s: float | None = 0.1,
+    cut_off: frozenset[int] = frozenset(),
 ) -> tuple[GangState, list[tuple[float, Effect]]]:
     """Look ten times a second at boards on which nothing moves; what was decided, and when."""
     seen: list[tuple[float, Effect]] = []
     for tick in range(round(seconds / TICK_S) + 1):
         now = start + tick * TICK_S
-        for event in (LookedAt({0: mark(5, phase), 1: mark(4, phase)}, usual_step_s), Ticked()):
+        boards = {0: mark(5, phase), 1: mark(4, phase)}
+        for event in (LookedAt(boards, usual_step_s, cut_off=cut_off), Ticked()):
             state, effects = decide(state, event, now)
             seen += [(now, effect) for effect in effects]
     return state, seen
@@ -99,6 +102,15 @@ def test_before_the_first_step_and_in_slow_phases_they_have_five_minutes(phase: 
     assert standing_still(gang(), SLOW_PHASE_S - 1, phase=phase)[1] == []
     _, seen = standing_still(gang(), SLOW_PHASE_S + 1, phase=phase)
     assert SLOW_PHASE_S < first_look_into(seen) < SLOW_PHASE_S + 0.3
+
+
+def test_ranks_that_meet_hang_sooner_on_a_link_that_carries_nothing() -> None:
+    meeting, cut = RankPhase.RENDEZVOUS, frozenset({1})
+    before = gang(stepped=False, asked_s=600)
+    _, seen = standing_still(before, CUT_OFF_S + 1, phase=meeting, cut_off=cut)
+    assert CUT_OFF_S < first_look_into(seen) < CUT_OFF_S + 0.3
+    assert standing_still(before, SLOW_PHASE_S - 1, phase=meeting)[1] == []
+    assert standing_still(before, SLOW_PHASE_S - 1, phase=RankPhase.LOAD, cut_off=cut)[1] == []
 
 
 def test_one_rank_that_moves_speaks_for_all() -> None:

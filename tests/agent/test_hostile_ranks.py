@@ -1,23 +1,42 @@
 """Ranks that do what none of ours does, beside ranks that train, on one node."""
 
+import asyncio
+import contextlib
+import fcntl
 import os
+import signal
+import subprocess
+import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
+from typing import cast
 
 import pytest
 
+from services.contract.messages.board import BoardError, BoardReader, BoardWriter
 from services.contract.messages.commands import PurgeJob, StopGang
 from services.contract.messages.facts import (
     CheckpointCorrupt,
     CheckpointLost,
     CheckpointVoted,
     Evaluated,
+    Fact,
     GangEnded,
     JobPurged,
 )
 from services.contract.redis import redis_keys
 from services.contract.words.ids import new_job_id
+from services.worker.agent.gangs import runtime
+from services.worker.agent.gangs.runtime import GangRuntime
 from services.worker.agent.host.folders import NodeFolder
+from services.worker.agent.host.processes import is_dying, kill_tracers
+from services.worker.agent.node_commands import NodeCommands
+from services.worker.agent.ranks.launch import Crew
+from services.worker.agent.storage.job_storage import Storage
+from services.worker.agent.storage.shared_files import FolderFiles
+from services.worker.agent.supervisor import Supervisor
+from services.worker.agent.telemetry.log_tail import FILE_BYTES
 from tests.agent.conftest import (
     FOREVER,
     JOB,
@@ -30,6 +49,8 @@ from tests.agent.conftest import (
     running,
 )
 from tests.agent.programs.misdeeds import MISDEEDS
+from tests.agent.test_forked_for_nothing import NoNodeCommands
+from tests.agent.test_forkers import forkers
 from tests.agent.test_metrics import watched
 from tests.waiting import until
 
@@ -60,6 +81,7 @@ WORDS = {
     ),
     "stranger": "exited with code 7",
     "log cut": "exited with code 7",
+    "log cut while it is read": "exited with code 7",
     "log replaced": "exited with code 7",
 }
 
@@ -126,6 +148,195 @@ def test_a_board_that_is_cut_before_its_agent_ever_looked_is_seen_to_be(tmp_path
     assert telemetry.faults == {0: "made its board 0 bytes long; a board has 65536"}
     assert list(telemetry.marks()) == [1]  # though its name leads elsewhere
     telemetry.close()
+
+
+@pytest.mark.timeout(30)  # whoever opens a leased file without a word waits for 45 s
+def test_what_another_rank_put_in_place_of_boards_holds_up_no_launch(tmp_path: Path) -> None:
+    attempt = NodeFolder(tmp_path, NODE, shared_memory=tmp_path).attempt(JOB, 1)
+    attempt.boards.mkdir(parents=True)
+    os.mkfifo(attempt.board(0))
+    others = attempt.board(1), tmp_path / "put there by a rank that is quicker"
+    noticed = signal.signal(signal.SIGIO, signal.SIG_IGN)
+    with contextlib.ExitStack() as closing:
+        closing.callback(signal.signal, signal.SIGIO, noticed)
+        for place in others:
+            leased = os.open(place, os.O_RDWR | os.O_CREAT)
+            closing.callback(os.close, leased)
+            fcntl.fcntl(leased, fcntl.F_SETLEASE, fcntl.F_WRLCK)
+        boards = attempt.open(launch().plan.ranks)
+        with pytest.raises(OSError, match="exists"):
+            BoardReader.make(others[1])
+        with pytest.raises(BlockingIOError):
+            BoardWriter.create(others[1], fence=1)
+    assert boards is not None
+    for board in boards.values():
+        assert board.read() is None
+        board.close()
+
+
+def test_a_rank_that_is_started_again_is_not_charged_with_its_board_before(tmp_path: Path) -> None:
+    attempt = NodeFolder(tmp_path, NODE, shared_memory=tmp_path).attempt(JOB, 1)
+    boards = attempt.open(launch().plan.ranks)
+    assert boards is not None
+    os.truncate(attempt.board(1), 0)
+    telemetry, seats = watched(tmp_path, boards), watched(tmp_path)._seats
+    telemetry.begun()
+    assert list(telemetry.faults) == [1]
+    again = attempt.renew_boards((1,))
+    telemetry.replace(Crew(seats={1: seats[1]}, store=None, pids={1: 2}, pipes={}, boards=again))
+    telemetry.begun()
+    assert telemetry.faults == {}
+    telemetry.close()
+
+
+def test_boards_are_closed_beside_the_loop(tmp_path: Path) -> None:
+    """Who closes one last frees what its rank has given it beyond its end: gigabytes, in seconds."""
+    attempt = NodeFolder(tmp_path, NODE, shared_memory=tmp_path).attempt(JOB, 1)
+    boards = attempt.open(launch().plan.ranks)
+    assert boards is not None
+    telemetry = watched(tmp_path, boards)
+    beside: list[Callable[[], None]] = []
+    telemetry._beside = beside.append
+    os.truncate(attempt.board(0), 0)
+    assert telemetry.begun() == {}
+    telemetry.close()
+    assert [closes() for closes in beside] == [None, None]
+    with pytest.raises(BoardError, match="Bad file descriptor"):
+        boards[1].read()
+
+
+def test_of_logs_that_are_too_long_the_last_part_of_one_is_kept_at_a_look(tmp_path: Path) -> None:
+    logs = [
+        tmp_path / f"rank-{rank}.{name}.log" for rank in range(2) for name in ("stdout", "stderr")
+    ]
+    telemetry = watched(tmp_path)
+    for kept in (1, 2, 3, 4):
+        for log in logs:
+            log.touch()
+            os.truncate(log, FILE_BYTES + 1)
+        telemetry.watch({0: None, 1: None})
+        assert len(list(tmp_path.glob("*.1"))) == kept
+        # What was kept a moment ago is started over at once.
+        assert [log.stat().st_size <= FILE_BYTES for log in logs].count(True) == kept
+
+
+def test_a_log_that_takes_long_to_empty_holds_up_no_other_gang_and_not_its_own_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A rank may put a file in its place whose pieces the file system frees for a minute."""
+    begun, freed = threading.Event(), threading.Event()
+    empty = os.ftruncate
+
+    def take_long(descriptor: int, length: int) -> None:
+        begun.set()
+        freed.wait()
+        empty(descriptor, length)
+
+    monkeypatch.setattr(os, "ftruncate", take_long)
+    attempt = NodeFolder(tmp_path, NODE, shared_memory=tmp_path).attempt(JOB, 1)
+    attempt.path.mkdir(parents=True)
+    log = attempt.log(0, "stdout")
+
+    async def run(pid: int) -> None:
+        crew = Crew(
+            seats={0: watched(tmp_path)._seats[0]}, store=None, pids={0: pid}, pipes={}, boards={}
+        )
+        gang = GangRuntime(crew, NODE, attempt, FolderFiles(tmp_path), lambda _: None)
+        log.write_bytes(b"a line\n")
+        os.truncate(log, FILE_BYTES + 1)
+        gang.tick()
+        begun.wait()
+        assert gang.take_records().logs == ()
+        assert not gang.drained()
+        freed.set()
+        async with asyncio.timeout(20):
+            while not (lines := gang.take_records().logs):  # noqa: ASYNC110 a file tells nobody
+                await asyncio.sleep(0.01)
+            assert f"{FILE_BYTES + 1} bytes until here" in lines[0].text
+            begun.clear()
+            freed.clear()
+            os.truncate(log, FILE_BYTES + 1)
+            gang.tick()
+            begun.wait()
+            await gang.sweep("no such mark")
+            while not gang.drained():  # noqa: ASYNC110 the same
+                await asyncio.sleep(0.01)
+        assert not freed.is_set()
+        freed.set()
+
+    with subprocess.Popen(["true"]) as dead:
+        asyncio.run(run(dead.pid))
+
+
+def test_the_threads_of_a_rank_that_looks_dead_are_read_beside_the_loop(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """There may be ten thousands: a rank whose first thread has ended is dead as far as can be seen."""
+    read_in: list[threading.Thread] = []
+
+    def observed(pid: int) -> list[int]:
+        read_in.append(threading.current_thread())
+        return kill_tracers(pid)
+
+    monkeypatch.setattr(runtime, "kill_tracers", observed)
+    monkeypatch.setattr(runtime, "_REAPED_WITHIN_S", 0.0)
+
+    async def run(pid: int) -> None:
+        seats = {0: watched(tmp_path)._seats[0]}
+        crew = Crew(seats=seats, store=None, pids={0: pid}, pipes={}, boards={})
+        folder = NodeFolder(tmp_path, NODE, shared_memory=tmp_path).attempt(JOB, 1)
+        gang = GangRuntime(crew, NODE, folder, FolderFiles(tmp_path), lambda _: None)
+        while not read_in:
+            gang.tick()
+            await asyncio.sleep(0)
+
+    with subprocess.Popen(["true"]) as dead:
+        until(lambda: is_dying(dead.pid))
+        asyncio.run(run(dead.pid))
+    assert threading.main_thread() not in read_in
+
+
+def test_other_gangs_are_watched_while_what_one_has_left_is_looked_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """That takes seconds where a rank of any gang has started thousands of processes."""
+    begun, found = threading.Event(), threading.Event()
+
+    def look_long(*_: object) -> list[int]:
+        begun.set()
+        found.wait()
+        return []
+
+    monkeypatch.setattr(runtime, "sweep_sessions", look_long)
+    told: list[Fact] = []
+
+    async def run() -> None:
+        async with forkers(tmp_path) as made, asyncio.timeout(20):
+            supervisor = Supervisor(
+                NODE,
+                made.folder,
+                Storage(tmp_path / "checkpoints", NODE),
+                cast("NodeCommands", NoNodeCommands()),
+                made.launcher,
+                told.append,
+            )
+            watching = asyncio.create_task(supervisor.run(lambda: False))
+            await supervisor.handle(launch(1, 1, steps=1))
+            lasting = new_job_id(1_700_000_000_000, bytes([1] * 10))
+            other = launch(1, 1, FOREVER, pause_s=0.01).model_copy(update={"job_id": lasting})
+            await supervisor.handle(other)
+            while not begun.is_set():
+                await asyncio.sleep(0.01)
+                while made.told:
+                    supervisor.rank_told(made.told.pop(0))
+            supervisor.take_records()
+            while not any(records.steps for records in supervisor.take_records()):  # noqa: ASYNC110 nor do records
+                await asyncio.sleep(0.01)
+            found.set()
+            supervisor.condemn_all("the test is over")
+            watching.cancel()
+
+    asyncio.run(run())
 
 
 @pytest.mark.usefixtures("agent")

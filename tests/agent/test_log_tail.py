@@ -74,6 +74,24 @@ def test_a_flood_is_passed_over_with_a_count_and_its_end_is_kept(tmp_path: Path)
     assert kept[-1] == f"{count - 1:08d}"
 
 
+def read_so_far() -> int:
+    """How many bytes this process has read of anything."""
+    told = Path("/proc/self/io").read_text()
+    return int(told.split("rchar:")[1].split()[0])
+
+
+def test_what_a_rank_makes_long_at_no_cost_is_not_read_to_be_counted(tmp_path: Path) -> None:
+    path = tmp_path / "log"
+    path.touch()
+    os.truncate(path, 60 << 20)
+    append(path, b"\nwhole\n")
+    before = read_so_far()
+    dropped, *_, last = drained(LogTail(path))
+    assert read_so_far() - before < 8 << 20
+    assert "bytes dropped here" in dropped
+    assert last == "whole"
+
+
 def test_nothing_is_shown_of_a_line_whose_beginning_was_passed_over(tmp_path: Path) -> None:
     path = tmp_path / "log"
     append(path, b"x" * (4 * BACKLOG_BYTES) + b"half of it\nwhole\n")
@@ -186,6 +204,30 @@ def test_a_log_that_its_rank_cut_is_read_from_its_beginning_and_has_an_end(tmp_p
     assert texts(tail) == []
     append(path, b"four\n")
     assert drained(tail) == ["four"]
+
+
+def test_what_a_rank_writes_last_into_a_log_that_it_cut_is_read(tmp_path: Path) -> None:
+    path = tmp_path / "log"
+    append(path, b"the first line is long\n")
+    tail = LogTail(path)
+    assert drained(tail) == ["the first line is long"]
+    path.write_bytes(b"the last\n")
+    tail.end()
+    assert drained(tail) == ["the last"]
+    path.write_bytes(b"later\n")  # by what it left behind, over and over
+    assert tail.at_end()
+    assert texts(tail) == []
+
+
+def test_a_log_that_its_rank_cuts_while_it_is_read_has_an_end(tmp_path: Path) -> None:
+    path = tmp_path / "log"
+    append(path, b"x" * 10)
+    tail = LogTail(path)
+    with path.open("rb") as file:
+        tail._pass_over(file, 4 * BACKLOG_BYTES)  # so long it was a moment before
+    assert tail.at_end()
+    path.write_bytes(b"one\n")
+    assert texts(tail) == ["one"]
 
 
 def test_what_is_written_after_the_end_of_all_ranks_is_not_waited_for(tmp_path: Path) -> None:

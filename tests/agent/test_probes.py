@@ -1,6 +1,6 @@
 """An agent profiles models and measures its node, in processes that may fail by themselves."""
 
-import asyncio
+import contextlib
 import json
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -15,7 +15,8 @@ from torch import nn
 from torch.nn import functional
 
 from fsdp_core.plan.model import ADAMW_FUSED, Conditions, NodeFacts
-from fsdp_core.plan.profiling import ModelUnderStudy, profile_model
+from fsdp_core.plan.profiling import profile_model
+from fsdp_core.plan.study import ModelUnderStudy
 from services.contract.jobs.specs import JobSpec
 from services.contract.messages.commands import StopGang
 from services.contract.messages.facts import GangEnded, GangProgressed, Inventory, NodeJoined
@@ -28,13 +29,13 @@ from services.contract.messages.probing import (
     ProbeFailure,
     ProbeModel,
 )
+from services.contract.messages.warm_channel import NODE_MARK, ForkProgram
 from services.contract.system.mask import Mask
 from services.local.embedded_redis import EmbeddedRedis
 from services.worker.agent.host.folders import NodeFolder
 from services.worker.agent.probes.prober import NICENESS, _read
 from services.worker.agent.probes.programs import ProgramEnd, ProgramRunner, _end
 from services.worker.agent.probes.self_test import SelfTest
-from services.worker.agent.ranks.template_link import Imported
 from services.worker.rank.models.decoder import Decoder
 from tests.agent.conftest import (
     FOREVER,
@@ -165,6 +166,12 @@ def test_what_a_model_disowns_ends_with_its_probe_though_it_has_no_mark(node: No
     assert failure.code == "timed_out"
     assert failure.reason.endswith("in disowns")
     assert is_gone(int(child.read_text()))
+
+
+def test_a_model_that_reports_its_end_in_its_program_s_place_gets_an_answer(node: Node) -> None:
+    failure = node.fails(question("probed_models:reports_its_end", {}))
+    # Where the kernel keeps a process from the descriptors of its parent, the model raises.
+    assert "ended by SIGKILL" in failure.reason or failure.code == "raised"
 
 
 def test_a_model_that_takes_all_memory_is_told_that_it_may_not(node: Node) -> None:
@@ -356,8 +363,7 @@ def test_figures_of_other_hardware_or_versions_are_not_taken_for_this_node_s(
             NODE,
             "a",
             inventory,
-            ProgramRunner(Imported({}, "", (), 0.0), tmp_path),
-            asyncio.Event().wait,
+            ProgramRunner(forks_nothing, "", tmp_path),
         )
 
     found = SelfTestResult(facts=NodeFacts({"fp32": 1.0}, 1.0, 1.0, 1.0, 1.0, 2))
@@ -365,6 +371,10 @@ def test_figures_of_other_hardware_or_versions_are_not_taken_for_this_node_s(
     assert self_test(torch="1")._known("cpu") == found
     assert self_test(torch="2")._known("cpu") is None
     assert self_test(torch="1")._known("cuda") is None
+
+
+async def forks_nothing(order: ForkProgram, descriptors: tuple[int, ...]) -> int:
+    raise AssertionError(f"{order.program} was forked with {descriptors}")
 
 
 def test_a_node_without_such_devices_says_so(node: Node) -> None:
@@ -375,13 +385,40 @@ def test_a_probe_stands_back_for_ranks_and_does_not_outlive_an_agent_that_is_kil
     node: Node,
 ) -> None:
     child = node.folder / "another child"
-    node.controller.send(question("probed_models:hangs", {"child_to": str(child)}))
+    asked = question("probed_models:hangs", {"child_to": str(child)})
+    node.controller.send(asked)
     until(child.exists, timeout_s=240)
     processes = [psutil.Process(pid) for pid in node.agent.marked()]
-    probes = [each for each in processes if "services.worker.rank.probe.profile" in each.cmdline()]
+    mine = [each for each in processes if each.environ()[NODE_MARK].endswith(asked.probe_id)]
+    probes = [each for each in mine if each.pid != int(child.read_text())]
     assert len(probes) == 2, "the user's code runs in a child"
+    assert probes[0].parent() != psutil.Process(node.agent.process.pid), "it was forked"
     for probe in probes:
         assert probe.nice() == min(19, psutil.Process(node.agent.process.pid).nice() + NICENESS)
         assert Path(f"/proc/{probe.pid}/oom_score_adj").read_text().strip() == "1000"
     node.agent.kill()  # nobody can be asked after this test, which is the last
     until(lambda: is_gone(int(child.read_text())) and not node.agent.marked())
+
+
+def test_an_idle_node_is_measured_before_a_plan_asks_and_ranks_that_start_come_first(
+    redis_server: EmbeddedRedis, tmp_path: Path
+) -> None:
+    redis_server.flush()
+    controller = Controller(redis_server.url)
+    controller.open_job()
+    with agents_on(redis_server.url, tmp_path) as start:
+        agent = start(MESHLOOM_MEASURE_IDLE_S="0.01", MESHLOOM_CPU_SLOTS="1")
+        until(lambda: [pid for pid in agent.marked() if _is_self_test(pid)], timeout_s=240)
+        controller.send(launch(1, 1, FOREVER, pause_s=0.01))
+        controller.fact(GangProgressed)
+        until(lambda: not [pid for pid in agent.marked() if _is_self_test(pid)])
+        assert not controller.all_of(NodeMeasured), "a failure that nobody asked for is not told"
+        controller.send(StopGang(job_id=launch().job_id, fence=1, mode="kill"))
+        assert until(lambda: controller.all_of(NodeMeasured), timeout_s=240)[0].facts is not None
+    controller.client.close()
+
+
+def _is_self_test(pid: int) -> bool:
+    with contextlib.suppress(psutil.Error):
+        return "self-test" in psutil.Process(pid).environ().get(NODE_MARK, "")
+    return False

@@ -4,13 +4,21 @@ import contextlib
 import signal
 import subprocess
 import sys
+import time
 import tracemalloc
 from collections.abc import Iterator
 from contextlib import contextmanager
 
 import psutil
+import pytest
 
-from services.worker.agent.host.processes import is_dying, kill_tracers, marked, process_state
+from services.worker.agent.host.processes import (
+    carries,
+    is_dying,
+    kill_tracers,
+    marked,
+    process_state,
+)
 from tests.agent.conftest import is_gone
 from tests.waiting import until
 
@@ -95,6 +103,35 @@ def test_of_a_process_that_says_its_environment_is_large_no_more_is_read_than_th
         finally:
             tracemalloc.stop()
     assert peak < 64 << 20
+
+
+@pytest.mark.parametrize(
+    ("before", "behind", "is_carried"),
+    [
+        (b"", b"", True),
+        (b"A=1\0", b"\0B=2", True),
+        (b"A=1\0", b"/another life", True),
+        (b"A=", b"", False),
+        (b"", b"-2", False),
+        (b"A=MESHLOOM_NODE_MARK=loom-1\0", b"\0", True),
+    ],
+)
+def test_a_mark_is_found_where_it_stands_for_itself(
+    before: bytes, behind: bytes, *, is_carried: bool
+) -> None:
+    assert carries(before + b"MESHLOOM_NODE_MARK=loom-1" + behind, "loom-1") is is_carried
+
+
+def test_an_environment_of_megabytes_keeps_no_other_thread_of_the_agent_waiting() -> None:
+    """No other thread runs while it is searched; a rank can start any number of such processes."""
+    largest = bytes(8 << 20)
+
+    def searched_s() -> float:
+        began = time.perf_counter()
+        assert not carries(largest, "loom-1")
+        return time.perf_counter() - began
+
+    assert min(searched_s() for _ in range(5)) < 0.03
 
 
 def test_a_dead_process_is_reaped_once_whoever_traces_a_thread_of_it_is_killed() -> None:

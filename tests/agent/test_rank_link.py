@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import fcntl
 import json
 import os
 from collections.abc import Callable
@@ -316,5 +317,19 @@ def test_of_a_dead_rank_all_is_heard_that_was_there_and_nothing_that_is_written_
         heard.link.hear_rest()
         assert len(heard.messages) == sent // len(FINISHED)
         assert clock.now == 0
+
+    in_loop(course)
+
+
+def test_of_a_dead_rank_that_made_its_pipe_longer_no_more_is_heard_at_once_than_of_others(
+    clock: Clock,
+) -> None:
+    def course(heard: Heard) -> None:
+        assert clock.now == 0
+        fcntl.fcntl(heard._theirs.writing, fcntl.F_SETPIPE_SZ, 1 << 20)
+        fill(heard)
+        heard.link.hear_rest()
+        assert len(heard.messages) <= 16 * os.sysconf("SC_PAGE_SIZE") // len(FINISHED)
+        assert heard.faults == []
 
     in_loop(course)

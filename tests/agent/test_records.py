@@ -22,7 +22,7 @@ from services.worker.agent.storage.record_files import (
     records_folder,
 )
 from services.worker.agent.storage.records import RecordKeeper
-from services.worker.agent.streams.redis_clients import writing_client
+from services.worker.agent.streams.redis_clients import Connections, writing_client
 from tests.agent.conftest import (
     JOB,
     NODE,
@@ -58,7 +58,7 @@ def ask_back(url: str, node_id: str = NODE) -> None:
 def put_together(url: str) -> bool:
     async def look() -> bool:
         async with redis_ports(url) as ports:
-            return await ports.telemetry.put_together(JOB)
+            return await ports.telemetry.put_together(JOB, has_ended=False)
 
     return asyncio.run(look())
 
@@ -160,7 +160,8 @@ def test_what_was_told_before_a_clock_was_set_back_comes_back(
 
     async def recall() -> None:
         async with writing_client(redis_url) as client:
-            keeper = RecordKeeper(client, NODE, tmp_path, Journal(tmp_path, "n-1.other"))
+            connections = Connections(client, client, client)
+            keeper = RecordKeeper(connections, NODE, tmp_path, Journal(tmp_path, "n-1.other"))
             await keeper.carry_out(RecallRecords(job_id=JOB, fence=1, asked=asked))
 
     asyncio.run(recall())

@@ -1,20 +1,31 @@
-"""When an agent beats, on an event loop whose time passes as soon as nothing else is to be done."""
+"""When an agent beats, and what its beats write where."""
 
 import asyncio
+import contextlib
 import selectors
-from collections.abc import Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Mapping
+from pathlib import Path
 from types import SimpleNamespace
 from typing import cast
+from urllib.parse import urlsplit
 
 import pytest
+from redis.asyncio import Redis
 from redis.exceptions import TimeoutError as NoAnswerError
 
-from services.contract.messages.facts import Inventory
+from services.contract.messages.facts import Inventory, RunningGang
+from services.contract.messages.telemetry import LogLine, MetricRecord, RankSample, StepRecord
 from services.contract.redis import redis_keys
+from services.contract.words.ids import new_job_id
+from services.worker.agent import session as session_module
 from services.worker.agent.session import Life, Session
-from services.worker.agent.streams.redis_clients import ANSWER_WITHIN_S, writing_client
+from services.worker.agent.storage.journal import Journal
+from services.worker.agent.streams.redis_clients import ANSWER_WITHIN_S, Connections, writing_client
 from services.worker.agent.supervisor import Supervisor
 from services.worker.agent.telemetry.beat import Beat, BeatAnswer
+from services.worker.agent.telemetry.gang_telemetry import Records
+from tests.agent.conftest import JOB, NODE
+from tests.chaos.proxy import ChaosProxy, Mode
 
 LEASE_S = redis_keys.NODE_LEASE_MS / 1000
 
@@ -46,7 +57,7 @@ class SilentRedis:
     def __init__(self) -> None:
         self.asked: list[float] = []
 
-    async def write(self, *_: object) -> BeatAnswer:
+    async def renew(self, *_: object) -> BeatAnswer:
         loop = asyncio.get_running_loop()
         self.asked.append(loop.time())
         if len(self.asked) == 1:
@@ -55,6 +66,9 @@ class SilentRedis:
             raise asyncio.CancelledError
         await asyncio.sleep(ANSWER_WITHIN_S)
         raise NoAnswerError("no answer")
+
+    async def write(self, *_: object) -> Mapping[object, object]:
+        return {}
 
     async def write_metrics(self, _: object) -> Mapping[object, str]:
         return {}
@@ -77,7 +91,7 @@ def test_a_third_beat_is_sent_well_before_the_lease_ends_if_two_get_no_answer(
         )
         async with writing_client("redis://nowhere") as client:
             session = Session(
-                client,
+                Connections(client, client, client),
                 Life(
                     "node",
                     "life",
@@ -94,3 +108,151 @@ def test_a_third_beat_is_sent_well_before_the_lease_ends_if_two_get_no_answer(
         runner.run(beat())
     first, _, _, third, _ = redis.asked
     assert third - first < LEASE_S - 0.5
+
+
+DELETED, UNKNOWN = (new_job_id(1_700_000_000_000, bytes([number] * 10)) for number in (1, 2))
+TAKEN = 3
+STEP = StepRecord(step=7, fence=2, loss=0.5, tokens_per_s=1.0, step_time_s=0.1)
+LINE = LogLine(rank=0, fence=2, stream="stdout", text="Hello", time_ms=1)
+METRIC = MetricRecord(step=7, fence=2, values={"hits": 0.5})
+
+
+class FakeSupervisor:
+    """Gangs that make one record of each kind in each of the first beats."""
+
+    is_idle = False
+
+    def __init__(self, *gangs: tuple[str, int]) -> None:
+        self.urgent = asyncio.Event()
+        self.left = TAKEN
+        self.gangs = gangs
+        self.ended: list[tuple[str, int]] = []
+        self.fenced: list[tuple[str, int]] = []
+
+    def take_records(self, *, only_ended: bool = False) -> list[Records]:  # noqa: ARG002 all are both
+        if self.left == 0:
+            return [Records(*gang, (), (), ()) for gang in self.gangs]
+        self.left -= 1
+        return [Records(*gang, (STEP,), (LINE,), (METRIC,)) for gang in self.gangs]
+
+    def samples(self) -> dict[tuple[str, int], list[RankSample]]:
+        return {
+            gang: [
+                RankSample(
+                    rank=0,
+                    local_rank=0,
+                    fence=gang[1],
+                    node_id=NODE,
+                    device="cpu",
+                    pid=1,
+                    phase="IDLE",
+                    step=7,
+                )
+            ]
+            for gang in self.gangs
+        }
+
+    def running(self) -> tuple[RunningGang, ...]:
+        return ()
+
+    def fence_off(self, fenced: list[tuple[str, int]]) -> None:
+        self.fenced += fenced
+
+    def records_written(self, held_back: Collection[tuple[str, int]]) -> None:
+        self.ended = [gang for gang in self.gangs if gang not in held_back]
+
+
+def session_of(connections: Connections, supervisor: FakeSupervisor, folder: Path) -> Session:
+    inventory = Inventory(hostname="a", cpu_slots=1, cpu_count=1, memory_bytes=1)
+    return Session(
+        connections,
+        Life(NODE, "life", inventory),
+        cast("Supervisor", supervisor),
+        lambda _: None,
+        Journal(folder, f"{NODE}.life"),
+    )
+
+
+async def written_of(client: Redis, job_id: str) -> list[int]:
+    """How many samples, steps, lines and metrics of a job there are."""
+    streams = (redis_keys.job_steps, redis_keys.job_logs, redis_keys.job_metrics)
+    samples = await client.hlen(redis_keys.job_ranks(job_id))
+    return [samples, *[await client.xlen(key(job_id)) for key in streams]]
+
+
+@contextlib.asynccontextmanager
+async def beating(session: Session) -> AsyncIterator[None]:
+    task = asyncio.create_task(session.run())
+    try:
+        yield
+    finally:
+        task.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await task
+
+
+async def once(condition: Callable[[], Awaitable[bool]]) -> None:
+    async with asyncio.timeout(30):
+        while not await condition():  # noqa: ASYNC110 Redis has what is waited for
+            await asyncio.sleep(0.01)
+
+
+def test_a_beat_writes_telemetry_of_current_attempts_alone(redis_url: str, tmp_path: Path) -> None:
+    supervisor = FakeSupervisor((DELETED, 2), (UNKNOWN, 2), (JOB, 1), (JOB, 2))
+
+    async def beat() -> None:
+        async with writing_client(redis_url) as client:
+            await client.hset(redis_keys.job(JOB), "fence", "2")
+            await client.hset(redis_keys.job(DELETED), "fence", "2")
+            await client.sadd(redis_keys.DELETED_JOBS, DELETED)
+            session = session_of(Connections(client, client, client), supervisor, tmp_path)
+
+            async def all_is_written() -> bool:
+                return await written_of(client, JOB) == [1, TAKEN, TAKEN, TAKEN]
+
+            async with beating(session):
+                await once(all_is_written)
+            assert await written_of(client, DELETED) == [0, 0, 0, 0]
+            assert await written_of(client, UNKNOWN) == [0, 0, 0, 0]
+
+    asyncio.run(beat())
+    assert set(supervisor.fenced) == {(JOB, 1), (DELETED, 2)}
+    assert set(supervisor.ended) == {(JOB, 2), (JOB, 1), (DELETED, 2)}
+
+
+@pytest.mark.parametrize("mode", [Mode.CUT, Mode.LOSE_REPLIES])
+def test_while_the_server_for_telemetry_is_away_leases_live_ends_are_told_and_records_are_held(
+    redis_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, mode: Mode
+) -> None:
+    monkeypatch.setattr(session_module, "_TELEMETRY_AWAITED_S", 0.0)
+    supervisor = FakeSupervisor((JOB, 2))
+    parts = urlsplit(redis_url)
+
+    async def beat() -> None:
+        with ChaosProxy.to(Path(parts.path)) as proxy:
+            apart = f"redis://:{parts.password}@127.0.0.1:{proxy.port}"
+            async with writing_client(redis_url) as client, writing_client(apart) as telemetry:
+                await client.hset(redis_keys.job(JOB), "fence", "2")
+                connections = Connections(client, client, telemetry)
+                session = session_of(connections, supervisor, tmp_path)
+
+                async def renewed() -> bool:
+                    return bool(await client.exists(redis_keys.node_lease(NODE)))
+
+                async def ended() -> bool:
+                    return supervisor.ended == [(JOB, 2)] and supervisor.left == 0
+
+                async def all_is_written() -> bool:
+                    _, steps, lines, metrics = await written_of(client, JOB)
+                    # Metrics that are repeated are shown once.
+                    return (steps, lines) == (TAKEN, TAKEN) and metrics >= TAKEN
+
+                async with beating(session):
+                    with proxy.misbehaving(mode):
+                        for _ in range(2):
+                            await client.delete(redis_keys.node_lease(NODE))
+                            await once(renewed)
+                        await once(ended)
+                    await once(all_is_written)
+
+    asyncio.run(beat())

@@ -6,22 +6,27 @@ a folder of copies that no other node sees.
 
 import asyncio
 import hashlib
+import os
+import shutil
 import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from services.contract.jobs.traces import trace_file
 from services.contract.messages.commands import (
     CommitCheckpoint,
     ExportCheckpoint,
     KeepStanding,
     PurgeJob,
+    RemoveTraces,
     RetireCheckpoint,
     VerifyCheckpoint,
 )
@@ -32,24 +37,35 @@ from services.contract.messages.facts import (
     CheckpointUnread,
     CheckpointVerified,
     ExportFailed,
+    Fact,
     JobFound,
+    TraceFailed,
+    TraceRecorded,
 )
 from services.contract.messages.rank_pipe import RankVote
+from services.contract.messages.telemetry import StepRecord
 from services.contract.storage.bucket import Bucket
 from services.contract.storage.commit_chain import CommitChain
 from services.contract.storage.manifests import Manifest, ShardFile
 from services.contract.storage.storage_address import BucketAddress
 from services.contract.system.durable import StorageAwayError
-from services.contract.words.ids import checkpoint_id
+from services.contract.system.rank_user import RankUser
+from services.contract.words.ids import checkpoint_id, new_trace_id
 from services.contract.words.states import JobState
+from services.worker.agent.gangs.trace_files import TraceFiles
 from services.worker.agent.gangs.vote_check import VoteCheck
 from services.worker.agent.ranks.code_cache import CodeCache
+from services.worker.agent.ranks.launch import LaunchError
 from services.worker.agent.storage.bucket_files import BucketFiles
 from services.worker.agent.storage.exporter import Exporter
 from services.worker.agent.storage.job_storage import Storage, purge
-from tests.agent.conftest import JOB, launch
+from services.worker.agent.storage.journal import Journal
+from services.worker.agent.storage.loading import Loading
+from services.worker.agent.storage.storage_watch import look, watch_storage
+from tests.agent.conftest import JOB, NODE, launch
 from tests.parts import ROOT
 from tests.s3_server import BUCKET, Fault, S3Server, s3_server
+from tests.waiting import until
 
 CONTENT = b"what a rank has trained"
 SHARD = ShardFile(
@@ -94,6 +110,13 @@ class Place:
         else:
             names = {key.removeprefix(f"{self.prefix}/") for key in self.server.keys(self.prefix)}
         return {name.removeprefix(f"{below}/") for name in names if name.startswith(f"{below}/")}
+
+    def read(self, name: str) -> str:
+        """A file in the bucket."""
+        assert self.server is not None
+        key = f"{self.prefix}/{JOB}/{name}"
+        body = self.server.client().get_object(Bucket=BUCKET, Key=key)["Body"]
+        return str(body.read().decode())
 
     def damage(self, name: str, content: bytes) -> None:
         """Put something else in the place of a file that all nodes see."""
@@ -361,6 +384,113 @@ def test_a_vote_waits_for_a_bucket_that_refuses_and_goes_on_when_it_answers(
     assert f"shards/{name}/{SHARD.name}" in bucket.names()
 
 
+def test_a_shard_that_grows_after_it_was_checked_is_refused_and_not_uploaded(
+    bucket: Place,
+) -> None:
+    assert bucket.server is not None
+    server, storage = bucket.server, bucket.on("node-1")
+    storage.open_attempt(launch(1))
+    name = checkpoint_id(JOB, 3, 1)
+    path = CommitChain(storage.root, JOB).shard_folder(name) / SHARD.name
+    path.parent.mkdir(parents=True)
+    path.write_bytes(CONTENT)
+    server.fail(Fault(methods=("PUT", "POST"), within="shards"))
+
+    async def run() -> str | None:
+        done: asyncio.Future[str | None] = asyncio.get_running_loop().create_future()
+
+        def on_waits(_rank: int, _vote: RankVote, _why: str) -> None:
+            # It is all holes, and each of its 10 000 parts would take this node's memory.
+            os.truncate(path, 1 << 43)
+            threading.Thread(target=server.repair).start()
+
+        def on_checked(_rank: int, _vote: RankVote, fault: str | None) -> None:
+            done.set_result(fault)
+
+        check = VoteCheck(storage.files, JOB, 1, on_checked, on_waits)
+        check.check(0, RankVote(checkpoint_id=name, step=3, shard=SHARD))
+        async with asyncio.timeout(120):
+            fault = await done
+        check.end()
+        return fault
+
+    fault = asyncio.run(run())
+    assert f"it has {1 << 43} bytes by now, not {len(CONTENT)}" in str(fault)
+    assert not [
+        key
+        for key in (*server.keys(), *server.unfinished())
+        if bucket.prefix in key and name in key
+    ]
+
+
+def test_a_trace_that_grows_before_its_upload_is_not_uploaded(
+    bucket: Place, tmp_path: Path
+) -> None:
+    class Raced(BucketFiles):
+        """The rank writes between its agent's look and the upload."""
+
+        def publish(
+            self, path: Path, go_on: Callable[[], None] = lambda: None, size: int | None = None
+        ) -> None:
+            os.truncate(path, 1 << 43)
+            super().publish(path, go_on, size)
+
+    files = Raced(Bucket(BucketAddress(BUCKET, bucket.prefix), PART), tmp_path / "copies", 1 << 30)
+    trace = new_trace_id(1_700_000_000_000, bytes(10))
+    path = trace_file(files.root, JOB, trace, 0)
+    path.parent.mkdir(parents=True)
+    path.write_bytes(b"a trace")
+    fact = TraceRecorded(
+        job_id=JOB, fence=1, node_id=NODE, trace_id=trace, rank=0, path=str(path), bytes=7, first_step=1, last_step=1
+    )  # fmt: skip
+
+    async def told() -> Fact:
+        facts = asyncio.Queue[Fact]()
+        TraceFiles(files, files.root, facts.put_nowait).publish(fact)
+        return await facts.get()
+
+    failed = asyncio.run(told())
+    assert isinstance(failed, TraceFailed)
+    assert f"it has {1 << 43} bytes by now, not 7" in failed.reason
+
+
+def test_a_link_in_the_place_of_a_copy_leads_an_agent_nowhere_else(bucket: Place) -> None:
+    """Ranks of another user own the folder of shards; their agent may write everywhere."""
+    bucket.most_copies = 0
+    storage = bucket.on("node-1")
+    storage.open_attempt(launch(1))
+    manifest = bucket.save("node-1", 3)
+    storage.commit(commit(manifest))
+    elsewhere = bucket.folder / "elsewhere"
+    elsewhere.mkdir()
+    folder = storage.chain(JOB).shard_folder(manifest.checkpoint_id)
+    folder.rmdir()
+    folder.symlink_to(elsewhere)
+    storage.bring("a gang", manifest.checkpoint_id)
+    assert list(elsewhere.iterdir()) == []
+    assert (folder / SHARD.name).read_bytes() == CONTENT
+    (elsewhere / SHARD.name).write_bytes(CONTENT)
+    shutil.rmtree(folder)
+    folder.symlink_to(elsewhere)
+    storage.files.release("a gang")
+    bucket.save("node-1", 4)  # there is no room for two copies
+    assert (elsewhere / SHARD.name).read_bytes() == CONTENT
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="only root can run ranks as another user")
+def test_a_copy_that_an_agent_brings_is_its_ranks_user_s(bucket: Place) -> None:
+    user = RankUser.named("nobody")
+    there = bucket.on("node-1")
+    here = Storage(bucket.on("node-2").files, "node-2", user)
+    here.open_attempt(launch(1))  # so its ranks' user has the folder of shards
+    manifest = bucket.save("node-1", 3)
+    there.commit(commit(manifest))
+    again = launch(2).model_copy(update={"resume_from": manifest.checkpoint_id})
+    here.open_attempt(again)
+    folder = here.chain(JOB).shard_folder(manifest.checkpoint_id)
+    assert {path.stat().st_uid for path in (folder, folder / SHARD.name)} == {user.uid}
+
+
 def test_a_commit_that_the_bucket_refuses_is_told_with_the_condition(bucket: Place) -> None:
     assert bucket.server is not None
     storage = bucket.on("node-1")
@@ -453,6 +583,120 @@ def test_a_file_of_records_reaches_a_node_that_did_not_write_it(bucket: Place) -
     (own / "steps.0001.node-1.a.jsonl").write_bytes(b"\nlonger than before")
     bucket.on("node-1").files.pull_missing(own)
     assert (own / "steps.0001.node-1.a.jsonl").read_bytes() == b"\nlonger than before"
+
+
+def test_records_reach_the_bucket_each_time_they_are_written(bucket: Place) -> None:
+    """A Redis that is wiped, and a node that is lost with it, cost what came since then."""
+    storage = bucket.on("node-1")
+    storage.open_attempt(launch(1))
+
+    def published(text: str) -> bool:
+        files = [name for name in bucket.names() if name.startswith("records/steps")]
+        return bool(files) and text in bucket.read(files[0])
+
+    async def write() -> None:
+        journal = Journal(storage.files, "node-1.a", every_s=0.02)
+        writing = asyncio.create_task(journal.run())
+        for step in (1, 2):
+            record = StepRecord(step=step, fence=1, loss=1.0, tokens_per_s=1.0, step_time_s=1.0)
+            journal.take(JOB, 1, {"steps": [record]}, {"steps": f"{step}-0"})
+            text = f'"id":"{step}-0"'
+            await asyncio.to_thread(until, partial(published, text), timeout_s=25)
+        writing.cancel()
+
+    asyncio.run(write())
+
+
+def test_how_far_a_checkpoint_is_loaded_is_told_and_the_loading_ends_on_demand(
+    bucket: Place,
+) -> None:
+    bucket.on("node-1").open_attempt(launch(1))
+    manifest = bucket.save("node-1", 3)
+    bucket.on("node-1").commit(commit(manifest))
+    other, told = bucket.on("node-2"), list[tuple[int, int]]()
+    resumed = launch(2).model_copy(update={"resume_from": manifest.checkpoint_id})
+    stopped = Loading(lambda *_: None)
+    stopped.stop()
+    with pytest.raises(LaunchError, match="stopped while its checkpoint was loaded"):
+        other.open_attempt(resumed, stopped)
+    assert not list(other.root.rglob("shards/*/*"))
+    other.open_attempt(resumed, Loading(lambda *counts: told.append(counts), every_s=0.0))
+    assert told[-1] == (len(CONTENT), len(CONTENT))
+
+
+@pytest.mark.parametrize("refuses", [False, True])
+def test_a_trace_is_told_once_it_is_in_the_bucket_and_else_where_its_file_is(
+    bucket: Place, *, refuses: bool
+) -> None:
+    storage = bucket.on("node-1")
+    trace = "trace_" + "0" * 26
+    path = trace_file(storage.root, JOB, trace, 0)
+    path.parent.mkdir(parents=True)
+    path.write_bytes(b"what a profiler saw")
+    fact = TraceRecorded(
+        job_id=JOB,
+        fence=1,
+        node_id="node-1",
+        trace_id=trace,
+        rank=0,
+        path=str(path),
+        bytes=19,
+        first_step=1,
+        last_step=2,
+    )
+    assert bucket.server is not None
+    if refuses:
+        bucket.server.fail(
+            Fault(methods=("PUT",), within="/traces/", code="AccessDenied", status=403)
+        )
+
+    async def told() -> Fact:
+        facts = asyncio.Queue[Fact]()
+        TraceFiles(storage.files, storage.root, facts.put_nowait).publish(fact)
+        return await facts.get()
+
+    answer = asyncio.run(told())
+    name = path.relative_to(storage.root / JOB).as_posix()
+    if refuses:
+        assert isinstance(answer, TraceFailed)
+        assert "AccessDenied" in answer.reason
+        assert f"its file stays on node-1: {path}" in answer.reason
+    else:
+        assert answer == fact.model_copy(
+            update={"path": f"s3://{BUCKET}/{bucket.prefix}/{JOB}/{name}"}
+        )
+        command = RemoveTraces(job_id=JOB, fence=1, trace_ids=(trace,))
+        assert bucket.names() == {name}
+        storage.remove_traces(command)
+    assert bucket.names() == set()
+    assert path.exists() is refuses
+
+
+def test_a_bucket_that_fails_after_the_start_is_told_and_that_it_is_well_again(
+    bucket: Place,
+) -> None:
+    files = bucket.on("node-1").files
+    found, told = look(files), asyncio.Queue[tuple[str | None, str | None]]()
+    assert found[0] is not None
+    assert found[1] is None
+    assert bucket.server is not None
+    server = bucket.server
+
+    async def watch() -> None:
+        watching = asyncio.create_task(
+            watch_storage(files, found, lambda *now: told.put_nowait(now), every_s=0.02)
+        )
+        await asyncio.to_thread(
+            server.fail, Fault(methods=("DELETE", "POST"), code="AccessDenied", status=403)
+        )
+        name, fault = await told.get()
+        assert name == found[0]
+        assert "AccessDenied" in (fault or "")
+        await asyncio.to_thread(server.repair)
+        assert await told.get() == found
+        watching.cancel()
+
+    asyncio.run(watch())
 
 
 def test_copies_of_a_job_that_was_purged_elsewhere_go(bucket: Place) -> None:

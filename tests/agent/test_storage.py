@@ -11,6 +11,7 @@ from services.contract.messages.commands import (
     CommitCheckpoint,
     KeepStanding,
     PurgeJob,
+    RetireCheckpoint,
     VerifyCheckpoint,
 )
 from services.contract.messages.facts import (
@@ -18,6 +19,7 @@ from services.contract.messages.facts import (
     CheckpointCorrupt,
     CheckpointLinked,
     CheckpointLost,
+    CheckpointRetired,
     CheckpointUnread,
     CheckpointVerified,
 )
@@ -258,3 +260,19 @@ def test_a_shard_on_a_storage_that_knows_no_holes_is_read(
     path.write_bytes(content)
     digest = hashlib.sha256(content).hexdigest()
     assert fault_of(path, ShardFile(rank=0, name="shard", bytes=100, sha256=digest)) is None
+
+
+def test_a_checkpoint_stays_where_the_chain_lacks_one_for_which_it_is_given_up(
+    storage: Storage, commit: CommitCheckpoint
+) -> None:
+    """Any agent can tell the controller of a link that there is not."""
+    storage.commit(commit)
+    name, missing = commit.manifest.checkpoint_id, checkpoint_id(JOB, 9_000, 1)
+    about = {"job_id": JOB, "fence": 1, "checkpoint_id": name}
+    (told,) = storage.retire(RetireCheckpoint.model_validate(about | {"kept": [name, missing]}))
+    assert isinstance(told, CheckpointVerified)
+    assert shard_path(storage, commit).exists()
+    assert CommitChain(storage.root, JOB).committed() == [commit.manifest]
+    (told,) = storage.retire(RetireCheckpoint.model_validate(about | {"kept": [name]}))
+    assert isinstance(told, CheckpointRetired)
+    assert not shard_path(storage, commit).exists()

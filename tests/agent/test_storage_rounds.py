@@ -15,9 +15,9 @@ from services.contract.messages.commands import CommitCheckpoint
 from services.contract.messages.facts import Fact, GangEnded, JobFound, RunningGang
 from services.contract.redis import redis_keys
 from services.contract.storage.commit_chain import CommitChain
-from services.contract.storage.job_cards import read_card
+from services.contract.storage.job_cards import DELETED, read_card
 from services.contract.storage.manifests import Manifest, ShardFile
-from services.contract.words.ids import checkpoint_id, new_trace_id
+from services.contract.words.ids import checkpoint_id, new_job_id, new_trace_id
 from services.worker.agent.host.folders import ATTEMPTS_KEPT, NodeFolder
 from services.worker.agent.storage.job_storage import Storage
 from services.worker.agent.storage.rounds import Holdings, StorageRounds
@@ -265,3 +265,17 @@ def test_a_folder_whose_name_is_no_text_ends_no_round(rounds: Rounds) -> None:
     os.mkdir(os.fsencode(rounds.storage.root) + b"/job_\xff")  # noqa: PTH102 such a name
     rounds.go()
     assert [fact.job_id for fact in rounds.told if isinstance(fact, JobFound)] == [JOB]
+
+
+def test_what_a_rank_puts_into_its_job_s_folder_hides_no_other_lost_job(
+    rounds: Rounds, client: "redis.Redis"
+) -> None:
+    deleted, lost = (new_job_id(1_600_000_000_000, bytes([number] * 10)) for number in (1, 2))
+    for job_id in (deleted, lost):  # they come before ``JOB``
+        rounds.storage.open_attempt(launch().model_copy(update={"job_id": job_id}))
+    client.sadd(redis_keys.DELETED_JOBS, deleted)
+    (rounds.storage.root / deleted / DELETED).mkdir()
+    (rounds.storage.root / lost / "chain" / f"opened-{'9' * 200}").touch()
+    rounds.go()
+    told = {fact.job_id: fact.fence for fact in rounds.told if isinstance(fact, JobFound)}
+    assert told == {lost: 1, JOB: 2}

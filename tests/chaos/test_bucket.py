@@ -6,8 +6,9 @@ from pathlib import Path
 import pytest
 
 from meshloom.client.downloads import PartialFile
+from services.contract.jobs.traces import TraceRequest, TraceView
 from services.contract.words.ids import checkpoint_id
-from services.contract.words.states import JobState
+from services.contract.words.states import JobState, TraceState
 from tests.chaos import invariants
 from tests.chaos.conftest import paced
 from tests.cluster import PATIENCE_S, Cluster
@@ -72,6 +73,24 @@ def test_a_job_over_two_nodes_without_shared_storage_goes_on_from_the_bucket(
     assert not cluster.storage.exists()
     assert done.latest_checkpoint is not None
     _download(cluster, done.latest_checkpoint, tmp_path)
+    _record(cluster, server, tmp_path)
+
+
+def _record(cluster: Cluster, server: S3Server, folder: Path) -> None:
+    """The traces of both ranks are in the bucket, whichever node they were recorded on."""
+    job = cluster.submit(**JOB, model=paced(folder / "traced", 0.3))
+    cluster.at_step(job.id, 1)
+    trace = cluster.client.record_trace(job.id, TraceRequest(steps=1, ranks="all")).id
+
+    def done() -> TraceView | None:
+        view = cluster.client.trace(job.id, trace)
+        assert view.state is not TraceState.FAILED, view.reason
+        return view if view.state is TraceState.DONE else None
+
+    paths = {file.path for file in until(done, timeout_s=PATIENCE_S).files}
+    stored = {f"s3://{BUCKET}/{key}" for key in server.keys(f"cluster/{job.id}/traces/")}
+    assert paths == stored
+    assert len(paths) == RANKS
 
 
 def _commits(server: S3Server, job_id: str) -> int:

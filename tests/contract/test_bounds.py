@@ -1,6 +1,9 @@
 """Whatever an agent's user writes into Redis is short once it is read, and soon refused if it is wrong."""
 
+import dataclasses
+import itertools
 import json
+import math
 from typing import Any, get_args
 
 import pytest
@@ -41,6 +44,7 @@ from services.contract.words.bounds import (
     Whole,
 )
 from services.contract.words.ids import new_job_id
+from tests.controller.profiles import FACTS
 
 LONG = "x" * 1_000_000
 JOB = new_job_id(1, bytes(10))
@@ -122,6 +126,18 @@ def test_names_of_lives_and_groups_are_no_longer_than_names() -> None:
             RankSample.model_validate(sample | {"issued": issued})
 
 
+@pytest.mark.parametrize("rates", [{str(n): 1.0 for n in range(65)}, {LONG: 1.0}])
+def test_what_each_look_of_the_controller_reads_of_a_node_is_short(rates: dict[str, float]) -> None:
+    device = {"index": 0, "name": "a", "memory_bytes": 1}
+    with pytest.raises(ValidationError):
+        Inventory.model_validate(INVENTORY | {"accelerators": [device] * 1_025})
+    facts = dataclasses.asdict(FACTS)
+    told = {"kind": "node_measured", "node_id": "a", "incarnation": "b", "device_type": "cpu"}
+    FACT.validate_json(json.dumps(told | {"facts": facts}))
+    with pytest.raises(ValidationError, match="dtypes"):
+        FACT.validate_json(json.dumps(told | {"facts": facts | {"matmul_flops": rates}}))
+
+
 @pytest.mark.parametrize(
     ("record", "field"),
     [
@@ -195,3 +211,15 @@ def test_an_integer_that_no_float_holds_is_refused_wherever_an_agent_writes_one(
                 assert (name,) in where, tried[-1]
     assert {"RankSample.seen_ms", "RankSample.memory_bytes", "StepRecord.time_ms"} <= set(tried)
     assert len(tried) > 70
+
+
+def test_of_many_baselines_no_more_are_looked_at_than_are_kept() -> None:
+    """A line of a megabyte has room for a hundred thousand, and each look held up all gangs of a node."""
+
+    class Endless(dict[str, float]):
+        def items(self) -> Any:  # noqa: ANN401 no view of a dict, which is what is asked for
+            return ((str(number), math.nan if number % 2 else 1.0) for number in itertools.count())
+
+    fields = {"step": 1, "loss": 1.0, "tokens": 1, "baselines": Endless()}
+    kept = Evaluated.model_validate(OF_GANG | fields).baselines
+    assert kept == dict.fromkeys(map(str, range(0, 16, 2)), 1.0)

@@ -48,6 +48,20 @@ def test_all_faults_are_named_at_once() -> None:
         ({"name": "../../etc"}, "name"),
         ({"faults": {"on_replica_loss": "continue"}}, "mesh.dp_replicate to 2 or more"),
         (
+            {"faults": {"on_replica_loss": "continue"}, "mesh": {"dp_shard": 1}},
+            "mesh.dp_replicate to 2 or more",
+        ),
+        (
+            {
+                "faults": {"on_replica_loss": "continue"},
+                "entrypoint": {"script": "train.py"},
+                "model": None,
+                "data": None,
+                "train": {"steps": 1},
+            },
+            "not possible with an entrypoint",
+        ),
+        (
             {
                 "faults": {"on_replica_loss": "continue"},
                 "resources": {"world": {"max": 4}},

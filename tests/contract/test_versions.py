@@ -109,6 +109,8 @@ REQUIRED: Final[Mapping[str, object]] = {
     "replica": 1,
     "life": 2,
     "store": {"host": "127.0.0.1", "port": 4000},
+    "epoch": 1,
+    "of": 1,
     "replicas": {"epoch": 1, "members": [0, 1], "host": "127.0.0.1", "port": 4000},
 } | dict.fromkeys(NUMBERS, 1)
 

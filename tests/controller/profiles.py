@@ -66,10 +66,8 @@ def answer_to(question: ProbeModel, node_id: str = "loom-1") -> ModelProbed:
 def _measure() -> ModelProfile:
     import torch  # noqa: PLC0415 only whoever writes the file needs it
 
-    from fsdp_core.plan.profiling import (  # noqa: PLC0415 as above
-        ModelUnderStudy,
-        profile_model,
-    )
+    from fsdp_core.plan.profiling import profile_model  # noqa: PLC0415 as above
+    from fsdp_core.plan.study import ModelUnderStudy  # noqa: PLC0415 as above
     from services.worker.rank.models.decoder import Decoder  # noqa: PLC0415 as above
     from services.worker.rank.models.loss import loss_of  # noqa: PLC0415 as above
 

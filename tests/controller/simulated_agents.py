@@ -57,6 +57,7 @@ class SimulatedAgent:
         ended: The attempts whose ranks ended, a checkpoint at their last step being linked.
         beats: How many beats Redis has taken.
         step: The last step that all ranks told.
+        telemetry_url: Where telemetry goes; unless it is set before ``run``, to the same Redis.
     """
 
     def __init__(
@@ -74,6 +75,7 @@ class SimulatedAgent:
         self.beats = 0
         self.step = 0
         self._url = url
+        self.telemetry_url = url
         self._node_id = node_id
         self._slots = slots
         self._incarnation = incarnation
@@ -83,8 +85,12 @@ class SimulatedAgent:
 
     async def run(self) -> None:
         """Join, unless it has ranks already, beat, and carry commands out; until cancelled."""
-        async with writing_client(self._url) as writing, waiting_client(self._url) as waiting:
-            beat = Beat(writing, self._node_id, self._incarnation)
+        async with (
+            writing_client(self._url) as writing,
+            waiting_client(self._url) as waiting,
+            writing_client(self.telemetry_url) as telemetry,
+        ):
+            beat = Beat(writing, telemetry, self._node_id, self._incarnation)
             outbox = Outbox(writing, self._node_id)
             inbox = Inbox(
                 waiting, self._node_id, self._handler(outbox), _refuse, outbox.acknowledge
@@ -119,9 +125,10 @@ class SimulatedAgent:
             for key, seats in self._gangs.items()
             if seats[0].rank == 0
         ]
-        answer = await beat.write(self.beats + 1, samples, records)
+        answer = await beat.renew(samples)
         if answer.taken_by is not None or answer.fenced or answer.unknown:
             raise AssertionError(f"the beat of {self._node_id} was refused: {answer}")
+        await beat.write(self.beats + 1, answer.now_ms, samples, records)
         self.beats += 1
         self.step = step
 

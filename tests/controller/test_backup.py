@@ -13,6 +13,7 @@ from redis import Redis
 from redis.exceptions import AuthenticationError, ResponseError
 from redis.exceptions import ConnectionError as RedisConnectionError
 
+from services.contract.storage.bucket import Bucket
 from services.contract.storage.commit_chain import CommitChain
 from services.contract.storage.manifests import (
     AttemptOpened,
@@ -20,14 +21,19 @@ from services.contract.storage.manifests import (
     Manifest,
     ShardFile,
 )
+from services.contract.storage.storage_address import BucketAddress
 from services.contract.words.ids import checkpoint_id, new_job_id
 from services.controller.acl import acl_file
 from services.controller.backup import BackupError, restore, save
+from tests.s3_server import BUCKET, S3Server, s3_server
 from tests.waiting import until
+
+pytestmark = pytest.mark.system
 
 JOB = new_job_id(1, bytes(10))
 SHARD_BYTES = 400_000
 KEPT = 10
+PACE_S = 0.02
 PASSWORD = "0123456789abcdef"  # noqa: S105 of a server that lives for a moment
 
 
@@ -69,14 +75,17 @@ def retire(chain: CommitChain, manifest: Manifest) -> None:
 
 @contextmanager
 def meanwhile(act: Callable[[int], None]) -> Iterator[None]:
-    """``act`` on 1, 2, … in a thread, until the block ends."""
+    """``act`` on 1, 2, … in a thread, fifty times a second at most, until the block ends.
+
+    As fast as a disk can, a chain grows while it is read: then no copy would ever be of one moment.
+    """
     stop = threading.Event()
     faults: list[BaseException] = []
 
     def run() -> None:
         step = 0
         try:
-            while not stop.is_set():
+            while not stop.wait(PACE_S):
                 step += 1
                 act(step)
         except BaseException as fault:  # noqa: BLE001 raised again below
@@ -144,6 +153,32 @@ def test_a_link_among_the_shards_is_not_followed(folders: tuple[Path, Path, Path
     folder.symlink_to(moved)
     with pytest.raises(BackupError, match="is a link"):
         save(redis, storage, backup)
+
+
+def test_what_a_rank_left_to_prevent_copies_is_left_out_and_named(
+    folders: tuple[Path, Path, Path], capsys: pytest.CaptureFixture[str]
+) -> None:
+    redis, storage, backup = folders
+    chain = CommitChain(storage, JOB)
+    manifest = commit(chain, 1)
+    traces = storage / JOB / "traces"
+    traces.mkdir()
+    with (traces / "\x1b[2J").open("wb") as file:
+        file.truncate(1 << 42)
+    (traces / "kept").write_bytes(b"x")
+    traces.joinpath(*"d" * 40).mkdir(parents=True)  # it could be more than Python calls itself
+    assert save(redis, storage, backup) == 1
+    saved = backup / "checkpoints" / JOB / "traces"
+    assert (saved / "d/d/d").is_dir()
+    assert (saved / "kept").read_bytes() == b"x"
+    told = capsys.readouterr().err.splitlines()
+    assert [line.endswith("of it is holes") for line in sorted(told)] == [True, False]
+    assert "\x1b" not in "".join(told)
+    path = chain.shard_folder(manifest.checkpoint_id) / "rank-0"
+    with path.open("wb") as file:
+        file.truncate(1 << 42)
+    with pytest.raises(BackupError, match=r"rank-0 is damaged: its sha256 is that of a file full"):
+        save(redis, storage, backup.with_name("second"))
 
 
 def test_save_replaces_no_backup_and_restore_no_data(folders: tuple[Path, Path, Path]) -> None:
@@ -258,3 +293,97 @@ def test_a_redis_with_our_users_starts_again_with_what_transactions_and_scripts_
                 pytest.raises((AuthenticationError, ResponseError)),
             ):
                 other.get("ml:one")
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[S3Server]:
+    with s3_server() as server, pytest.MonkeyPatch.context() as patch:
+        for name, value in server.environment.items():
+            patch.setenv(name, value)
+        yield server
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    files = (path for path in folder.rglob("*") if path.is_file())
+    return {path.relative_to(folder).as_posix(): path.read_bytes() for path in files}
+
+
+def uploaded(storage: Path, prefix: str) -> Bucket:
+    """A bucket with all that a storage holds."""
+    bucket = Bucket(BucketAddress(BUCKET, prefix))
+    for name in contents(storage):
+        bucket.upload(name, storage / name)
+    return bucket
+
+
+def test_a_bucket_is_saved_and_restored_with_what_its_chains_commit(
+    folders: tuple[Path, Path, Path], server: S3Server, tmp_path: Path
+) -> None:
+    redis, storage, backup = folders
+    chain = CommitChain(storage, JOB)
+    for step in (1, 2):
+        commit(chain, step)
+    records = storage / JOB / "records"
+    records.mkdir()
+    (records / "steps.jsonl.gz").write_bytes(b"a curve")
+    (storage / JOB / "job.json").write_bytes(b"{}")
+    (storage / ".storage-id").write_bytes(b"0" * 32)
+    bucket = uploaded(storage, "saved")
+    server.client().put_object(
+        Bucket=BUCKET, Key=f"saved/{JOB}/shards/not-committed/rank-0", Body=b"half a checkpoint"
+    )
+    assert save(redis, bucket.address, backup) == 1
+    assert contents(backup / "checkpoints") == contents(storage)
+    address = BucketAddress(BUCKET, "restored")
+    assert restore(tmp_path / "new", address, backup) == 1
+    keys = {key.removeprefix("restored/") for key in server.keys("restored/")}
+    assert keys == contents(storage).keys()
+    with pytest.raises(BackupError, match="s3://checkpoints/restored is not empty"):
+        restore(tmp_path / "newer", address, backup)
+    shard = next(name for name in contents(storage) if name.endswith("rank-1"))
+    server.client().put_object(Bucket=BUCKET, Key=f"saved/{shard}", Body=b"something else")
+    with pytest.raises(BackupError, match=f"s3://checkpoints/saved/{shard} is damaged"):
+        save(redis, bucket.address, tmp_path / "other")
+
+
+@pytest.mark.usefixtures("server")
+def test_a_bucket_is_saved_whole_while_checkpoints_come_and_go(
+    folders: tuple[Path, Path, Path],
+) -> None:
+    redis, storage, backup = folders
+    chain = CommitChain(storage, JOB)
+    bucket = uploaded(storage, "busy")
+    kept: list[Manifest] = []
+
+    def upload_new_records() -> None:
+        there = bucket.names(f"{JOB}/chain")
+        for path in sorted(set((storage / JOB / "chain").iterdir())):
+            if path.name not in there:
+                bucket.upload(f"{JOB}/chain/{path.name}", path)
+
+    def train(step: int) -> None:
+        kept.append(commit(chain, step))
+        folder = f"{JOB}/shards/{kept[-1].checkpoint_id}"
+        for shard in kept[-1].shards:
+            bucket.upload(f"{folder}/{shard.name}", storage / folder / shard.name)
+        upload_new_records()
+        if len(kept) > KEPT // 2:
+            old = kept.pop(0)
+            retire(chain, old)
+            upload_new_records()
+            bucket.remove(f"{JOB}/shards/{old.checkpoint_id}")
+
+    def train_for_a_while(step: int) -> None:
+        if step < 3 * KEPT:
+            train(step + 1)
+        else:
+            threading.Event().wait(0.05)
+
+    train(1)
+    with meanwhile(train_for_a_while):
+        until(lambda: len(chain.read().records) > KEPT)
+        assert save(redis, bucket.address, backup) == 1
+    (manifest,) = CommitChain(backup / "checkpoints", JOB).committed()[-1:]
+    for shard in manifest.shards:
+        path = CommitChain(backup / "checkpoints", JOB).shard_folder(manifest.checkpoint_id)
+        assert hashlib.sha256((path / shard.name).read_bytes()).hexdigest() == shard.sha256

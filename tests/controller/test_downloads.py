@@ -1,13 +1,19 @@
 """Ranges of files, and what the controller reads of the storage."""
 
+import asyncio
+import functools
 import hashlib
 from pathlib import Path
 
 import pytest
+from fastapi import Request
+from starlette.types import Message
 
 from services.contract.storage.exports import EXPORT_MANIFEST, ExportedFile, ExportManifest
 from services.controller.adapters.storage.exports import FolderExports
+from services.controller.api import downloads
 from services.controller.api.downloads import wanted_range
+from services.controller.api.sse import StreamSlots, Viewer
 from services.controller.domain.errors import RangeNotSatisfiableError, StateConflictError
 
 JOB, CHECKPOINT = "job_a", "ckpt_a"
@@ -60,6 +66,37 @@ async def test_a_part_of_a_file_is_read(tmp_path: Path) -> None:
     (file,) = (await exports.manifest(JOB, CHECKPOINT)).files
     parts = await exports.content(JOB, CHECKPOINT, file.name, 100, 2_000_000)
     assert b"".join([part async for part in parts]) == content[100:2_000_000]
+
+
+@pytest.mark.anyio
+async def test_a_download_does_not_outlive_its_token(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(downloads, "_LOOK_EVERY_S", 0.0)
+    export_of(tmp_path, bytes(20 << 20))
+    exports, slots = FolderExports(tmp_path), StreamSlots(4)
+    (file,) = (await exports.manifest(JOB, CHECKPOINT)).files
+    sent = 0
+
+    async def refused() -> str | None:
+        return "this token was revoked" if sent > 5 << 20 else None
+
+    async def receive() -> Message:
+        await asyncio.Event().wait()  # the client stays
+        raise AssertionError
+
+    async def send(message: Message) -> None:
+        nonlocal sent
+        sent += len(message.get("body", b""))
+
+    scope = {"type": "http", "method": "GET", "headers": [], "path": "/"}
+    content = functools.partial(exports.content, JOB, CHECKPOINT, file.name)
+    viewer = Viewer("sue", refused)
+    answer = await downloads.download(Request(scope), file, content, slots, viewer)
+    assert slots.free == 3
+    await answer(scope, receive, send)
+    assert 5 << 20 < sent < 6 << 20
+    assert slots.free == 4
 
 
 @pytest.mark.anyio

@@ -3,16 +3,24 @@
 import pytest
 from pydantic import ValidationError
 
+from services.contract.messages.commands import RetireCheckpoint
 from services.contract.messages.facts import (
     FACT,
+    ChainDamaged,
     CheckpointCorrupt,
     CheckpointLost,
+    CheckpointRetired,
     CheckpointVerified,
     Evaluated,
+    GangDiagnosed,
+    GangLaunched,
+    NodeJoined,
 )
+from services.contract.messages.findings import Findings
 from services.contract.words.ids import checkpoint_id, new_job_id
-from services.contract.words.states import CheckpointState
+from services.contract.words.states import CheckpointState, JobState
 from services.controller.domain.decisions.dispatch import decide, first_decision, was_told_to_load
+from services.controller.domain.decisions.recovery import found_again
 from services.controller.domain.job.effects import Decision
 from services.controller.domain.job.events import GangFact, JobEvent
 from services.controller.domain.job.job import Job, Origin
@@ -35,7 +43,7 @@ from tests.controller.histories import (
     vote,
 )
 from tests.controller.histories import play as played
-from tests.controller.test_after_a_loss import Leader, play
+from tests.controller.test_after_a_loss import Leader, found, play
 
 ADA = Actor("ada")
 OTHER_ID = new_job_id(NOW, b"\x01" * 10)
@@ -133,6 +141,11 @@ def test_a_number_that_a_record_cannot_hold_makes_no_fact_or_is_left_out() -> No
     ended = '"kind": "gang_ended", "exits": [], "last_step": 1, "first_exit_s": 1e308'
     with pytest.raises(ValidationError):
         FACT.validate_json(f"{{{of_attempt}, {ended}}}")
+    gangs = ", ".join([f'{{"job_id": "{new_job().id}", "fence": 1, "ranks": []}}'] * 1_025)
+    inventory = '{"hostname": "h", "cpu_slots": 1, "cpu_count": 1, "memory_bytes": 1}'
+    joined = f'"node_id": "{NODE}", "incarnation": "x", "inventory": {inventory}'
+    with pytest.raises(ValidationError, match="more than 1024 items"):
+        NodeJoined.model_validate_json(f'{{{joined}, "gangs": [{gangs}]}}')
     passed = '"kind": "evaluated", "step": 1, "loss": 2.0, "tokens": 1, "baselines": {"a": 1e400}'
     fact = FACT.validate_json(f"{{{of_attempt}, {passed}}}")
     assert isinstance(fact, Evaluated)
@@ -152,3 +165,58 @@ def test_facts_of_two_jobs_that_alternate_cost_each_job_one_commit() -> None:
             assert {each.step for each in stored.job.checkpoints.values()} == {10, 20, 30}
 
     play(course)
+
+
+def test_a_node_without_ranks_of_the_attempt_changes_nothing_of_it() -> None:
+    """Each name of a node could else add to its record, without end."""
+    job = running()
+    about = {"job_id": job.id, "fence": 1, "node_id": "elsewhere"}
+    looked = Findings(why="asked", still_s=0, allowed_s=0, ranks=())
+    facts: list[GangFact] = [
+        GangLaunched.model_validate(about | {"pids": {}}),
+        GangDiagnosed.model_validate(about | {"findings": looked}),
+        vote(job, 10, 0).model_copy(update={"node_id": "elsewhere"}),
+    ]
+    for fact in facts:
+        assert decide(job, fact, NOW) == Decision(job)
+        assert decide(job, fact.model_copy(update={"node_id": NODE}), NOW) != Decision(job) or (
+            isinstance(fact, GangLaunched)  # it was
+        )
+
+
+def test_of_damaged_records_few_are_noted_and_all_of_their_checkpoints_are_corrupt() -> None:
+    job = played(running(), saved(running(), 10)).job
+    (known,) = job.checkpoints.values()
+    assert known.number is not None
+    numbers = [*range(1_000, 61_000), known.number]
+    records = [{"number": number, "name": "x", "reason": "torn"} for number in numbers]
+    about = {"job_id": job.id, "fence": 1, "node_id": NODE, "records": records}
+    decision = decide(job, ChainDamaged.model_validate(about), NOW)
+    assert len(decision.job.damaged_records) == 256
+    assert len(decision.notes) < 300
+    assert decision.job.checkpoints[known.id].state is CheckpointState.CORRUPT
+
+
+def test_what_links_that_there_are_not_had_given_up_comes_back_from_storage() -> None:
+    """The commands name those for which it is given up: the chain lacks them, so its agent keeps it."""
+    job = running()
+    decision = played(job, [*saved(job, 10), *(linked(job, n, number=n) for n in (8_000, 9_000))])
+    first = checkpoint_id(job.id, 10, 1)
+    (retire,) = [c for c in commands(decision) if isinstance(c, RetireCheckpoint)]
+    assert retire.checkpoint_id == first
+    assert retire.kept == tuple(checkpoint_id(job.id, n, 1) for n in (8_000, 9_000))
+    about = {"job_id": job.id, "fence": 1, "node_id": NODE, "checkpoint_id": first, "bytes": 1}
+    job = decide(decision.job, CheckpointVerified.model_validate(about), NOW).job
+    assert job.checkpoints[first].state is CheckpointState.COMMITTED
+    retired = CheckpointRetired.model_validate(about)
+    assert first in decide(job, retired, NOW).job.checkpoints, "it was not commanded"
+    assert first not in decide(decision.job, retired, NOW).job.checkpoints
+
+
+def test_a_card_says_no_more_than_that_a_job_stays_or_goes_on() -> None:
+    """Ranks may write where cards lie; without an attempt a job neither runs nor ends."""
+    told = found(running())
+    for standing, state in ((JobState.RUNNING, JobState.PAUSED), (JobState.QUEUED,) * 2):
+        card = told.card.model_copy(update={"standing": standing})
+        fact = told.model_copy(update={"card": card})
+        assert found_again(fact, NOW).job.state is state

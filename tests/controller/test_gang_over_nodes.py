@@ -3,17 +3,23 @@
 from services.contract.api.views import StopRequest
 from services.contract.jobs.plans import GangPlan, RankPlacement
 from services.contract.messages.base import Address
-from services.contract.messages.commands import LaunchGang, StopGang
+from services.contract.messages.commands import LaunchGang, LoadCheckpoint, StopGang
 from services.contract.messages.facts import (
     ExitStanding,
     GangEnded,
     GangLaunched,
+    LaunchLoads,
     LaunchRefused,
     RankExit,
 )
 from services.contract.messages.findings import Findings, RankFinding
+from services.contract.words.ids import checkpoint_id
 from services.contract.words.states import ExitReason, FailureClass, JobState
-from services.controller.domain.decisions.attempt_events import ANSWER_DUE_MS, is_overdue
+from services.controller.domain.decisions.attempt_events import (
+    ANSWER_DUE_MS,
+    RESENT_MOST,
+    is_overdue,
+)
 from services.controller.domain.decisions.dispatch import decide
 from services.controller.domain.job.effects import Decision, Send
 from services.controller.domain.job.events import (
@@ -25,7 +31,7 @@ from services.controller.domain.job.events import (
 )
 from services.controller.domain.job.job import Job
 from services.controller.domain.plans import default_plan
-from tests.controller.histories import NOW, new_job, play
+from tests.controller.histories import NOW, linked, new_job, play, votes
 
 HEAD, OTHER = "loom-1", "loom-2"
 STORE = Address(host="10.0.0.1", port=4711)
@@ -106,6 +112,43 @@ def test_an_overdue_launch_is_repeated_only_where_it_can_be_carried_out() -> Non
     assert again.node_id == OTHER
     assert isinstance(again.command, LaunchGang)
     assert again.command.store == STORE
+
+
+def loads(job: Job, node: str, count: int) -> LaunchLoads:
+    return LaunchLoads(job_id=job.id, fence=1, node_id=node, bytes=count, of=10_000_000_000)
+
+
+def test_a_node_that_loads_the_checkpoint_is_waited_for_as_long_as_bytes_come() -> None:
+    job = new_job(resources={"ranks": 4})
+    job = play(job, [placed_on_two(job), launched(job, HEAD)]).job
+    for count in range(RESENT_MOST + 5):
+        job = play(job, [AnswerOverdue(), loads(job, OTHER, count * 100_000_000)]).job
+    assert job.state is JobState.PLACING
+    assert job.reason == "attempt 1: loom-2 loads the checkpoint, 2.4 of 10.0 GB"
+    silent = play(job, [AnswerOverdue()] * (RESENT_MOST + 1)).job
+    assert silent.attempts[-1].lost_nodes == (OTHER,)
+    stopping = play(job, [AnswerOverdue(), PauseAsked(StopRequest())]).job
+    assert play(stopping, [loads(job, OTHER, 1)]).job == stopping
+
+
+def test_all_nodes_load_the_checkpoint_at_once_and_launch_one_after_the_other() -> None:
+    job = new_job(resources={"ranks": 4})
+    first = play(job, [placed_on_two(job), launched(job, HEAD)])
+    assert not [each for each in first.sends if isinstance(each.command, LoadCheckpoint)]
+    saved = checkpoint_id(job.id, 10, 1)
+    again = play(
+        first.job,
+        [
+            launched(job, OTHER),
+            *votes(job, 10),
+            linked(job, 10),
+            NodeLost(OTHER, "its lease ended"),
+            ended(job, HEAD, signal=9),
+            placed_on_two(job),
+        ],
+    )
+    (load,) = [each for each in again.sends if isinstance(each.command, LoadCheckpoint)]
+    assert load == Send(OTHER, LoadCheckpoint(job_id=job.id, fence=2, checkpoint_id=saved))
 
 
 def test_a_stop_before_the_others_were_launched_launches_them_no_more() -> None:

@@ -3,16 +3,20 @@
 import asyncio
 import base64
 import dataclasses
+import json
 import re
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
+from fastapi import Request
 
 from services.contract.api.plan_views import JobEstimate, MemoryView
+from services.contract.api.views import JobView
 from services.contract.messages.facts import GangProgressed
 from services.contract.messages.telemetry import MetricRecord, RankSample, StepRecord
 from services.contract.redis import redis_keys as keys
+from services.controller.api import conditional
 from services.controller.ports.machines import Telemetry
 from services.controller.use_cases.present import job_view
 from tests.controller.agent_double import AgentDouble
@@ -284,6 +288,17 @@ def test_the_utilisation_is_known_where_operations_and_the_peak_are(
     world = job.attempts[-1].world_size
     step = StepRecord(step=1, fence=1, loss=1, tokens_per_s=1, step_time_s=1 / world)
     assert job_view(job, (step,), {}).progress.mfu == mfu
+
+
+def test_a_job_is_shown_with_all_fields_of_its_view_also_where_the_plan_is_kept_as_text() -> None:
+    job = running()
+    view = job_view(job, (), {})
+    assert view.plan is not None
+    asked = Request({"type": "http", "method": "GET", "headers": []})
+    for _ in range(2):
+        body = bytes(conditional.answer(asked, view).body)
+        assert JobView.model_validate_json(body) == view
+        assert json.loads(body) == json.loads(view.model_dump_json())
 
 
 def test_nodes_show_what_runs_there(house: House) -> None:

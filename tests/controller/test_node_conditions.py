@@ -13,6 +13,7 @@ from services.contract.messages.facts import (
 )
 from services.contract.words.ids import checkpoint_id
 from services.contract.words.states import CheckpointState, ExitReason, JobState
+from services.controller.domain.decisions.attempt_events import RESENT_MOST
 from services.controller.domain.decisions.retry import BACKOFF_MS, CONDITION_MS
 from services.controller.domain.job.events import AnswerOverdue, KillAsked, PauseAsked
 from services.controller.domain.job.job import Job
@@ -112,12 +113,28 @@ def test_the_commit_of_the_last_checkpoint_is_commanded_again_until_there_is_roo
     assert play(job, [linked(job, STEPS)]).job.state is JobState.SUCCEEDED
 
 
-def test_a_checkpoint_that_another_follows_is_given_up_on_a_full_disk() -> None:
+def test_a_commit_within_a_run_is_commanded_again_for_as_long_as_it_takes() -> None:
+    """Longer than an agent that gives no answer is waited for."""
+    job = running()
+    job = play(job, [began(job, 10), *votes(job, 10)]).job
+    for _ in range(RESENT_MOST + 5):
+        job = play(job, [not_linked(job, 10)]).job
+        assert str(job.reason).startswith(FULL)
+        asked = play(job, [AnswerOverdue()])
+        assert [type(each) for each in commands(asked)] == [CommitCheckpoint]
+        job = asked.job
+    done = play(job, [linked(job, 10)]).job
+    assert done.latest_checkpoint is not None
+    assert (done.state, done.attempts[-1].condition) == (JobState.RUNNING, None)
+    assert FULL not in str(done.reason)
+
+
+def test_a_checkpoint_whose_place_a_later_one_has_taken_is_given_up_on_a_full_disk() -> None:
     job = running()
     job = play(job, [began(job, 10), *votes(job, 10), not_linked(job, 10)]).job
-    (checkpoint,) = job.checkpoints.values()
-    assert checkpoint.state is CheckpointState.ABORTED
-    assert job.attempts[-1].condition is None
+    job = play(job, [began(job, 20), *votes(job, 20), not_linked(job, 20), not_linked(job, 10)]).job
+    states = {each.step: each.state for each in job.checkpoints.values()}
+    assert states == {10: CheckpointState.ABORTED, 20: CheckpointState.SEALED}
 
 
 @pytest.mark.parametrize("kind", ["required", "best_effort"])

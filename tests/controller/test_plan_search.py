@@ -27,14 +27,21 @@ def asked(**changes: object) -> ProbeModel:
     return search.ask(spec(**changes), RankRoom.on(there, "cpu"), there, 120)
 
 
+def asked_of_gpus(**changes: object) -> ProbeModel:
+    there = node(gpus=4)
+    wanted = spec(**{"resources": {"ranks": 2, "device": "cuda"}, **changes})
+    return search.ask(wanted, RankRoom.on(there, "cuda"), there, 120)
+
+
 def plan(wanted: JobSpec, memory: int = 1 << 30, facts: NodeFacts | None = FACTS) -> PlanOutcome:
     found = Profiled(NODE, 1.0, profile(), ADAMW_FUSED, 32)
     room = RankRoom("cpu", 4, memory, facts)
     return search.work_out(Study(wanted, found, room, (NodeUsage(node()),)))
 
 
-def test_of_a_built_in_model_both_ways_to_split_are_measured() -> None:
-    question = asked(model=SMALL)
+def test_of_a_built_in_model_both_ways_to_split_are_measured_where_there_are_gpus() -> None:
+    assert {each.tp for each in asked(model=SMALL).conditions} == {1}, "never faster on CPUs"
+    question = asked_of_gpus(model=SMALL)
     assert {(c.tp, c.recompute) for c in question.conditions} == {
         (tp, again) for tp in (1, 2) for again in (False, True)
     }
@@ -49,16 +56,20 @@ def test_of_a_built_in_model_both_ways_to_split_are_measured() -> None:
         ({"model": {"factory": "mine.models:Net"}}, {1}),
         ({"mesh": {"dp_shard": 1, "tp": 2}}, {2}),
         ({"mesh": {"dp_shard": 2}}, {1}),
-        ({"resources": {"ranks": 1}}, {1}),
+        ({"resources": {"ranks": 1, "device": "cuda"}}, {1}),
     ],
     ids=["heads", "own", "tp", "no-tp", "one"],
 )
 def test_a_model_is_split_only_where_it_can_be_or_is_to_be(
     changes: dict[str, object], sizes: set[int]
 ) -> None:
-    question = asked(**changes)
+    question = asked_of_gpus(**changes)
     assert {each.tp for each in question.conditions} == sizes
     assert bool(question.tensor_parallel) == (max(sizes) > 1)
+
+
+def test_on_cpus_a_model_is_split_if_the_spec_says_so() -> None:
+    assert {each.tp for each in asked(mesh={"dp_shard": 1, "tp": 2}).conditions} == {2}
 
 
 def test_what_the_spec_names_beside_the_model_names_a_question_only_if_it_is_set() -> None:

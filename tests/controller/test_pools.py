@@ -305,6 +305,22 @@ def test_of_two_reservations_of_one_node_the_one_whose_agent_came_first_goes_on(
     play(PooledCluster({}, limits(max_nodes=2), machines=2), course)
 
 
+def test_what_others_named_in_ways_that_are_not_ours_stops_no_round() -> None:
+    async def course(cluster: PooledCluster) -> None:
+        (pool,) = cluster.pools
+        agent = AgentProcess(("agent",), {})
+        for name, node_id in (("\x1b[2J", "burst-9"), ("a", "burst-\x1b[2J"), ("b", "burst-²")):
+            await pool.provision(name, {node_id: agent})
+            pool.held[name].booted = 1  # nothing of ours begins there
+        job_id = await cluster.submit(**FOUR)
+        assert await ended(cluster, job_id) is JobState.SUCCEEDED
+        assert {each.id for each in cluster.server.reservations.values()} == {
+            name for name in pool.held if len(name) > 1 and name.isprintable()
+        }
+
+    play(PooledCluster({}, limits()), course)
+
+
 def test_a_pool_that_does_not_answer_stops_nothing_that_runs() -> None:
     async def course(cluster: PooledCluster) -> None:
         (pool,) = cluster.pools

@@ -1,5 +1,6 @@
 """Curves, output and events that storage has: asked back, put together, let go; an agent is spoken for."""
 
+import json
 from typing import Any
 
 import pytest
@@ -156,6 +157,28 @@ def test_an_agent_that_does_not_answer_costs_what_is_not_here(house: House) -> N
     assert "has not brought them back" in answer.json()["detail"]
     asked = [c for c in house.agent.commands() if isinstance(c, RecallRecords)]
     assert len(asked) == 1  # once a minute, however many read
+
+
+@pytest.mark.parametrize("is_retyped", [True, False])
+def test_what_nobody_asked_for_is_not_taken_for_what_was_brought_back(
+    house: House,
+    is_retyped: bool,  # noqa: FBT001 a parameter of pytest's
+) -> None:
+    """Any agent may write these keys, at any time."""
+    gang = trained(house)
+    job_id = gang.job_id
+    before = {key: rows(house.redis, key(job_id)) for key in STREAMS}
+    forget(house.redis, job_id)
+    if is_retyped:
+        house.redis.xadd(keys.recalled(job_id), {keys.MESSAGE_FIELD: "{}"})
+    else:
+        house.redis.hset(keys.recalled(job_id), mapping={"asked": "x", "done": "x"})
+    forged = {"kind": "job.created", "message": "forged", "actor": "bootstrap", "data": {}}
+    body = json.dumps(forged)
+    house.redis.xadd(keys.recalled_events(job_id), {keys.MESSAGE_FIELD: body}, id="5-0")
+    answer_next_question(house, job_id, {"steps": before[keys.job_steps]})
+    assert sorted(metrics(house, job_id)) == [1, 2, 3]
+    assert "forged" not in json.dumps(house.get(f"/v1/jobs/{job_id}/events"))
 
 
 def test_what_was_brought_back_and_what_came_since_are_one_curve(house: House) -> None:

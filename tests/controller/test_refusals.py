@@ -199,7 +199,7 @@ async def _put_together(w: World) -> Act:
         w.redis.xadd(key(name), {keys.MESSAGE_FIELD: "old"}, id="5-1", nomkstream=True)
     asked = w.redis.hget(keys.recalled(name), "asked")
     w.redis.hset(keys.recalled(name), "done", str(asked))
-    return lambda: w.ports.telemetry.put_together(name)
+    return lambda: w.ports.telemetry.put_together(name, has_ended=True)
 
 
 async def _closed(w: World) -> Act:

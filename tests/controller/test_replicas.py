@@ -11,7 +11,13 @@ from services.contract.messages.commands import (
     SetReplicas,
     StopGang,
 )
-from services.contract.messages.facts import GangEnded, RankExit, ReplicaLost, ReplicaReady
+from services.contract.messages.facts import (
+    EpochBroken,
+    GangEnded,
+    RankExit,
+    ReplicaLost,
+    ReplicaReady,
+)
 from services.contract.words.ids import checkpoint_id
 from services.contract.words.states import CheckpointState, ExitReason, JobState
 from services.controller.domain.decisions.dispatch import decide
@@ -152,6 +158,41 @@ def test_one_replica_writes_a_checkpoint_and_what_a_lost_one_wrote_does_not_coun
     assert [each.rank for each in whole.job.checkpoints[name].manifest.shards] == [2, 3]
     (commit,) = commands(whole)
     assert isinstance(commit, CommitCheckpoint)
+
+
+def test_a_vote_that_comes_after_its_replica_was_lost_does_not_count() -> None:
+    job = training(shards=2)
+    late = play(job, [vote(job, 10, 0), lost(job, 0), vote(job, 10, 1), vote(job, 10, 2)]).job
+    known = late.checkpoints[checkpoint_id(job.id, 10, 1)]
+    assert (known.state, set(known.votes)) == (CheckpointState.WRITING, {2})
+
+
+def broken(job: Job, epoch: int) -> EpochBroken:
+    return EpochBroken(job_id=job.id, fence=1, node_id=NODE, epoch=epoch)
+
+
+def test_connections_that_break_without_a_death_cost_an_epoch_and_no_replica() -> None:
+    job = training()
+    after = play(job, [broken(job, 1), broken(job, 1)])
+    (told,) = commands(after)
+    assert isinstance(told, SetReplicas)
+    assert (told.replicas.epoch, told.replicas.members) == (2, (0, 1, 2))
+    assert [note.kind for note in after.notes] == ["replica.reconnected"]
+    assert book(after.job).lost == 0
+    # What was told while the loss was on its way says nothing new.
+    gone = play(job, [lost(job, 0), broken(job, 1)])
+    assert [note.kind for note in gone.notes] == ["replica.lost"]
+
+
+def test_connections_that_break_again_and_again_end_the_attempt() -> None:
+    job = training()
+    for epoch in range(1, MOST_LOSSES):
+        job = decide(job, broken(job, epoch), NOW).job
+    later = decide(job, broken(job, MOST_LOSSES), NOW + LOSSES_WITHIN_MS)
+    assert [type(each) for each in commands(later)] == [SetReplicas]
+    ended = decide(job, broken(job, MOST_LOSSES), NOW)
+    assert [type(each) for each in commands(ended)] == [StopGang]
+    assert "3 times" in (book(ended.job).given_up or "")
 
 
 @pytest.mark.parametrize(("node", "goes_on"), [(OTHER, True), (NODE, False)])

@@ -17,7 +17,10 @@ from tests.controller.dump_records import restore
 from tests.waiting import until
 
 pytestmark = pytest.mark.redis
-WHOLE: Final = Path(__file__).parent / "records_before_the_split.json"
+WHOLE, LANDED = (
+    Path(__file__).parent / f"records_{name}.json"
+    for name in ("before_the_split", "of_the_landed_version")
+)
 # Nobody who writes a part writes it so: it stays as long as nobody does.
 UNTOUCHED: Final = "  \n"
 
@@ -121,10 +124,11 @@ def whole(told: dict[str, str]) -> str:
     return "{" + ",".join([*parts, told["doc"].removeprefix(SPLIT_MARK)])
 
 
-def test_whole_records_of_an_older_version_are_taken_over_with_attempts_and_checkpoints(
-    redis_url: str,
+@pytest.mark.parametrize("records", [WHOLE, LANDED], ids=["whole", "landed"])
+def test_records_of_an_older_version_are_taken_over_with_attempts_and_checkpoints(
+    redis_url: str, records: Path
 ) -> None:
-    told = json.loads(WHOLE.read_text())
+    told = json.loads(records.read_text())
     with Redis.from_url(redis_url, decode_responses=True) as redis:
         restore(redis, told["records"])
         for lease in redis.keys("ml:node:*:lease"):
@@ -132,7 +136,8 @@ def test_whole_records_of_an_older_version_are_taken_over_with_attempts_and_chec
         with open_house(redis_url, AccessPolicy(), leads=False, replays=False) as standby:
             _assert_shown(standby, told)
         documents = {n: record(redis, n)["doc"] for n in told["jobs"]}
-        assert not any(doc.startswith(SPLIT_MARK) for doc in documents.values())
+        are_split = [doc.startswith(SPLIT_MARK) for doc in documents.values()]
+        assert any(are_split) == (records == LANDED)
         with open_house(redis_url, AccessPolicy(), replays=False) as house:
             (trained,) = (n for n, j in told["jobs"].items() if j["name"] == "trains")
             # Its node is gone: another life of it goes on from what was committed.

@@ -546,6 +546,7 @@ async def test_a_node_is_forgotten_with_all_of_its_own_unless_it_lives(world: Wo
         await nodes.drain(name, Drain(asked_ms=1))
         await nodes.keep_measured(name, "cpu", Measurement(at_ms=1), epoch)
     known, other = await nodes.nodes()
+    assert [await nodes.node(name) for name in ("a", "a-2", "a-3")] == [known, other, None]
     with pytest.raises(DeposedError):
         await nodes.forget(known, epoch + 1)
     with pytest.raises(StaleWriteError):
@@ -645,6 +646,7 @@ async def test_steps_come_back_in_their_order(world: World) -> None:
     last = await world.ports.telemetry.last_steps([name, other], 2)
     assert last == {name: records[1:], other: []}
     assert await world.ports.telemetry.samples([name]) == {name: {}}
+    assert await world.ports.telemetry.progress([name]) == {name: {}}
 
 
 async def test_a_commit_wakes_who_listens(world: World) -> None:

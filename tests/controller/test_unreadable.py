@@ -12,6 +12,7 @@ from redis import Redis
 from meshloom.client import RestClient as Client
 from services.cli.doctor import Finding, examine
 from services.contract.api.views import StopRequest
+from services.contract.messages.commands import LaunchGang
 from services.contract.messages.telemetry import RankSample
 from services.contract.redis import redis_keys as keys
 from services.contract.words.bounds import MOST_RANKS
@@ -32,6 +33,7 @@ from services.controller.domain.job.events import (
     PauseAsked,
 )
 from services.controller.domain.job.job import Job
+from services.controller.ports.machines import Log
 from tests.controller.agent_double import AgentDouble
 from tests.controller.conftest import House, job_body, open_house
 from tests.controller.histories import NODE, NOW, began, new_job, placed, play, running, votes
@@ -335,7 +337,6 @@ def test_a_fact_that_is_longer_than_any_costs_itself_and_is_not_read(
 
 
 @pytest.mark.redis
-@pytest.mark.redis
 def test_telemetry_of_any_size_costs_its_job_alone(redis_url: str) -> None:
     """Every agent may add to every job's samples, and all lists and loops read them."""
     with open_house(redis_url, AccessPolicy()) as house:
@@ -366,12 +367,89 @@ def test_telemetry_of_any_size_costs_its_job_alone(redis_url: str) -> None:
         assert house.get(f"/v1/jobs/{flooded}/ranks")["items"][0]["phase"] == "PENDING"
         assert house.get(f"/v1/jobs/{other}/ranks")["items"][0]["phase"] == "FORWARD"
         assert "records" in house.get("/readyz")["checks"]
-        house.redis.delete(keys.job_ranks(flooded))
-        house.redis.hset(
-            keys.job_ranks(flooded), mapping={str(n): "x" * (8 << 20) for n in range(9)}
-        )
+        # The bound is that of all jobs whose samples are read at once.
+        for job_id in (flooded, other):
+            house.redis.delete(keys.job_ranks(job_id))
+        house.redis.hset(keys.job_ranks(other), "0", sample)
+        long: dict[Any, Any] = {str(n): "x" * (8 << 20) for n in range(9)}
+        house.redis.hset(keys.job_ranks(flooded), mapping=long)
         assert len(house.get("/v1/jobs")["items"]) == 2
         assert house.get(f"/v1/jobs/{flooded}/ranks")["items"][0]["phase"] == "PENDING"
+        many_digits = json.dumps(json.loads(sample) | {"issued": {"g": 10**400}})
+        house.redis.hset(keys.job_ranks(other), "0", many_digits)
+        assert house.get(f"/v1/jobs/{other}/ranks")["items"][0]["phase"] == "PENDING"
+
+
+@pytest.mark.redis
+@pytest.mark.anyio
+async def test_samples_of_all_jobs_together_are_bounded_and_small_ones_are_read(
+    redis_url: str,
+) -> None:
+    names = [new_job_id(number, bytes(10)) for number in range(5)]
+    sample = RankSample(
+        rank=0, local_rank=0, fence=1, node_id=NODE, device="cpu", pid=1, phase="IDLE", step=1
+    ).model_dump_json()
+    with Redis.from_url(redis_url) as redis:
+        for name in names:
+            redis.hset(keys.job_ranks(name), "0", sample)
+        for name in names[:4]:  # each within the bound of one job
+            long: dict[Any, Any] = {str(n): f"{sample}{' ' * (8 << 20)}" for n in range(5)}
+            redis.hset(keys.job_ranks(name), mapping=long)
+    async with redis_ports(redis_url) as ports:
+        told = await ports.telemetry.samples(names)
+    assert [name for name in names if told[name]] in ([n, names[4]] for n in names[:4])
+
+
+@pytest.mark.redis
+def test_records_of_any_length_and_number_cost_their_job_alone(redis_url: str) -> None:
+    """Every agent may add to every job's streams, and lists and loops read them each second."""
+    with open_house(redis_url, AccessPolicy()) as house:
+        house.agent.join()
+        flooded, other = house.submit(resources={"ranks": 1}), house.submit(resources={"ranks": 1})
+        for job_id in (flooded, other):
+            house.agent.trains(house.agent.launches(job_id), [1])
+            house.in_state(job_id, "RUNNING")
+        long = f'{{"x":[{"[]," * 1_000_000}[]]}}'
+        streams = (keys.job_steps, keys.job_metrics, keys.job_logs)
+        for stream in streams:
+            for _ in range(3):
+                house.redis.xadd(stream(flooded), {keys.MESSAGE_FIELD: long})
+        for _ in range(3):  # one is met at a time
+            assert len(house.get("/v1/jobs")["items"]) == 2
+            house.get(f"/v1/jobs/{flooded}/logs")
+        for stream in streams:
+            assert int(house.redis.memory_usage(stream(flooded)) or 0) < len(long)
+        shown = {item["id"]: item["progress"]["loss"] for item in house.get("/v1/jobs")["items"]}
+        assert shown == {flooded: 5.0, other: 5.0}
+        assert [s["step"] for s in house.get(f"/v1/jobs/{flooded}/metrics")["items"]] == [1]
+
+
+@pytest.mark.redis
+def test_measurements_of_names_that_are_no_nodes_are_not_kept(redis_url: str) -> None:
+    with open_house(redis_url, AccessPolicy()) as house:
+        AgentDouble(house.redis, "ghost").measures()
+        house.agent.join()
+        house.agent.measures()
+        until(lambda: house.redis.hexists(keys.MEASURED_NODES, f"{house.agent.node_id}/cpu"))
+        assert not house.redis.hexists(keys.MEASURED_NODES, "ghost/cpu")
+
+
+@pytest.mark.redis
+@pytest.mark.anyio
+async def test_no_more_of_a_stream_is_read_than_is_kept_and_behind_the_last_id_is_nothing(
+    redis_url: str,
+) -> None:
+    job_id, last = new_job_id(1, bytes(10)), f"{(1 << 64) - 1}-{(1 << 64) - 1}"
+    with Redis.from_url(redis_url) as redis, redis.pipeline(transaction=False) as pipe:
+        for _ in range(2 * keys.LOGS_KEPT + 500):
+            pipe.xadd(keys.job_logs(job_id), {keys.MESSAGE_FIELD: "{}"})
+        pipe.xadd(keys.job_logs(job_id), {keys.MESSAGE_FIELD: "{}"}, last)
+        pipe.execute()
+    async with redis_ports(redis_url) as ports:
+        found, after = 0, None
+        while page := await ports.telemetry.read(job_id, Log.OUTPUT, after, 10_000):
+            found, after = found + len(page), page[-1].id
+    assert (found, after) == (2 * keys.LOGS_KEPT, last)
 
 
 @pytest.mark.redis
@@ -441,3 +519,25 @@ def test_a_commit_that_no_agent_answers_is_given_up_and_training_goes_on() -> No
     (given_up,) = job.checkpoints.values()
     assert given_up.state == "ABORTED"
     assert NODE in str(given_up.reason)
+
+
+@pytest.mark.redis
+def test_a_fact_that_makes_a_record_longer_than_redis_takes_costs_itself_alone(
+    house: House,
+) -> None:
+    house.agent.join()
+    job_id = house.submit(resources={"ranks": 1})
+    house.agent.trains(house.agent.launches(job_id), [1])
+    house.in_state(job_id, "RUNNING")
+    about = {"job_id": job_id, "fence": 1, "node_id": house.agent.node_id}
+    # With all that it leaves out it is twice as long.
+    ranks = [{"rank": n, "pid": 0, "phase": "x" * 75} for n in range(MOST_RANKS)]
+    findings = {"why": "asked", "still_s": 0, "allowed_s": 0, "ranks": ranks}
+    said = about | {"kind": "gang_diagnosed", "findings": findings}
+    told = json.dumps(said, separators=(",", ":"))
+    assert len(told) < keys.LONGEST_FACT
+    house.redis.rpush(keys.ARRIVED_FACTS, told)
+    AgentDouble(house.redis, "loom-2").join()
+    until(lambda: len(house.get("/v1/nodes")["items"]) == 2)
+    house.agent.trains(house.agent.awaits(LaunchGang, job_id), [2])
+    assert house.job(job_id)["state"] == "RUNNING"

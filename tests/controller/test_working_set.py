@@ -12,6 +12,7 @@ import pytest
 from redis import Redis
 
 from services.contract.api.views import StopRequest
+from services.contract.messages.facts import NodeJoined
 from services.contract.messages.telemetry import StepRecord
 from services.contract.redis import redis_keys as keys
 from services.contract.system import long_work
@@ -32,8 +33,10 @@ from services.controller.domain.job.events import JobEvent, KillAsked, PauseAske
 from services.controller.domain.job.job import Job
 from services.controller.ports.coordination import Ports
 from services.controller.ports.jobs import Actor, Change, Stored
+from services.controller.ports.machines import Entry
 from services.controller.use_cases import reconcile
 from services.controller.use_cases.change import apply_events
+from services.controller.use_cases.facts import apply_facts
 from services.controller.use_cases.reconcile import Reconciler
 from tests.controller.histories import node, play, spec
 
@@ -119,6 +122,26 @@ async def test_a_look_reads_those_jobs_alone_that_changed(pair: Pair) -> None:
     read = pair.records_read()  # the writer read them, too
     assert (await pair.seen())[names[3]].version == changed.version + 1
     assert pair.records_read() == read + 1
+
+
+async def test_a_node_that_joins_is_read_without_the_others(pair: Pair) -> None:
+    epoch = await pair.there.leadership.take("leader")
+    assert epoch is not None
+    for number in range(5):
+        await pair.there.nodes.put(node(f"n{number}"), epoch, None)
+    joins = [
+        NodeJoined(node_id=name, incarnation="life-2", number=1, inventory=node().inventory)
+        for name in ("n1", "new")
+    ]
+    entries = [Entry(f"1-{number}", join.model_dump_json()) for number, join in enumerate(joins, 1)]
+    before = pair.calls("hgetall")
+    await apply_facts(pair.there, entries, epoch)
+    assert pair.calls("hgetall") == before
+    found = {node.id: node.incarnation for node in await pair.there.nodes.nodes()}
+    assert found == dict.fromkeys(("n0", "n2", "n3", "n4"), "life-1") | {
+        "n1": "life-2",
+        "new": "life-2",
+    }
 
 
 async def test_ones_own_commit_is_known_without_reading_it(pair: Pair) -> None:

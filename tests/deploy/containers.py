@@ -155,7 +155,7 @@ class Project:
         container = self.containers[name]
         if condition == "service_healthy":
             until(lambda: container.is_healthy, every_s=0.5)
-        else:
+        elif condition != "service_started":
             assert condition == "service_completed_successfully"
             assert container.process.wait(120) == 0, container.log.read_text()
 

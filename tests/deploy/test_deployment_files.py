@@ -19,9 +19,10 @@ from ruamel.yaml import YAML
 
 from services.controller.settings import AclSettings, Settings
 from services.worker.agent.settings import AgentSettings
-from tests.deploy.compose_file import ROOT, rendered, size, words
+from tests.deploy.compose_file import ROOT, rendered, seconds, size, words
 
 DOCKERFILES = sorted((ROOT / "deploy").glob("*.Dockerfile"))
+WIND_DOWN_S = 10.0  # what an agent takes to kill what is left, and to report it
 PREPARED = {"MESHLOOM_WORKER_MEMORY": "8192m", "MESHLOOM_WORKER_CPUS": "2"}
 WORKERS = ("worker", "worker-cpu")
 PROFILES = {
@@ -139,6 +140,18 @@ def test_a_container_has_limits(compose: dict[str, Any], name: str) -> None:
     assert float(service["cpus"]) > 0
     assert int(service["pids_limit"]) > 0
     assert service["logging"]["options"]["max-size"]
+
+
+@pytest.mark.parametrize("name", WORKERS)
+def test_a_worker_that_is_stopped_has_time_for_a_checkpoint_and_a_controller_that_moves_its_gangs(
+    compose: dict[str, Any], name: str
+) -> None:
+    worker = compose["services"][name]
+    grace_s = float(worker["environment"]["MESHLOOM_STOP_GRACE_S"])
+    assert grace_s > 0
+    assert seconds(worker["stop_grace_period"]) >= grace_s + WIND_DOWN_S
+    # What depends on a service is stopped before it.
+    assert {"controller", "redis"} <= set(worker["depends_on"])
 
 
 @pytest.mark.parametrize("name", AT_ONCE)

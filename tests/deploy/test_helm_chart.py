@@ -91,14 +91,14 @@ def containers_of(pod: Manifest) -> list[Manifest]:
     return [*pod.get("initContainers", ()), *pod["containers"]]
 
 
-def files_of(pod: Manifest, container: Manifest) -> set[str]:
-    """The files of the Secret that a container has."""
+def files_of(pod: Manifest, container: Manifest, name: str = "meshloom") -> set[str]:
+    """The files of a Secret that a container has."""
     volumes = {volume["name"]: volume.get("secret") for volume in pod["volumes"]}
     return {
         f"{mount['mountPath']}/{item['path']}"
         for mount in container["volumeMounts"]
         for secret in [volumes[mount["name"]]]
-        if secret is not None and secret["secretName"] == "meshloom"
+        if secret is not None and secret["secretName"] == name
         for item in secret["items"]
     }
 
@@ -187,6 +187,26 @@ def test_the_controllers_rights_are_those_with_which_the_pool_was_tested(
     assert binding["subjects"] == [
         {"kind": "ServiceAccount", "name": "full-controller", "namespace": "meshloom"}
     ]
+
+
+def test_the_controller_speaks_https_with_the_certificate_of_a_secret(
+    release: tuple[str, dict[str, Any]], objects: list[Manifest]
+) -> None:
+    pod = pods_of(objects)["full-controller"]
+    (container,) = pod["containers"]
+    given = {each["name"]: each.get("value") for each in container["env"]}
+    schemes = {
+        container[f"{when}Probe"]["httpGet"].get("scheme", "HTTP")
+        for when in ("startup", "liveness", "readiness")
+    }
+    if release[0] == "default":
+        assert (schemes, "MESHLOOM_TLS_CERT" in given) == ({"HTTP"}, False)
+        return
+    assert schemes == {"HTTPS"}
+    assert files_of(pod, container, "controller-tls") == {
+        given["MESHLOOM_TLS_CERT"],
+        given["MESHLOOM_TLS_KEY"],
+    }
 
 
 def test_redis_has_a_user_for_each_node_that_may_join(

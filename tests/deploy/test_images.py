@@ -273,4 +273,9 @@ def test_new_containers_on_the_same_volumes_lose_no_step_and_a_backup_brings_all
     assert {job.id for job in client.jobs().items} == kept
     assert_redis_had_all(project)
     assert rested(client, saved) is JobState.SUCCEEDED, client.job(saved).failure
-    assert losses(client, saved) == losses(client, undisturbed)
+    found, whole = losses(client, saved), losses(client, undisturbed)
+    # Of steps between the copies of Redis and of the checkpoint the curve may be lost.
+    assert found.items() <= whole.items()
+    first = client.attempts(saved).items[-1].first_step
+    assert first is not None
+    assert set(range(first, max(whole) + 1)) <= set(found)

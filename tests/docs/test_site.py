@@ -40,6 +40,15 @@ def test_troubleshooting_has_every_exit_reason_and_failure_class() -> None:
     assert classes == {kind.value for kind in FailureClass}
 
 
+def test_every_test_that_a_page_names_exists() -> None:
+    written = "\n".join(path.read_text(encoding="utf-8") for path in (ROOT / "tests").rglob("*.py"))
+    files = {path.name for path in (ROOT / "tests").rglob("test_*")}
+    known = files | set(re.findall(r"\b(?:def|async def) (test_\w+)", written))
+    for page in (ROOT / "README.md", *DOCS.rglob("*.md")):
+        named = set(re.findall(r"\btest_\w+(?:\.py)?", page.read_text(encoding="utf-8")))
+        assert named <= known | {name.removesuffix(".py") for name in files}, page
+
+
 def test_every_decision_is_listed() -> None:
     listed = re.findall(r"\]\((0\S+\.md)\)", (DOCS / "adr/README.md").read_text(encoding="utf-8"))
     assert listed == sorted(page.name for page in (DOCS / "adr").glob("0*.md"))

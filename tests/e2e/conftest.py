@@ -128,6 +128,7 @@ def running_stack(home: Path, *before: str, **changes: str) -> Iterator[Stack]:
         "MESHLOOM_HOME": str(home),
         "MESHLOOM_PORT": str(port),
         "MESHLOOM_CPU_SLOTS": "4",
+        "MESHLOOM_MEASURE_IDLE_S": "0",  # it takes seconds; few tests plan
         "MESHLOOM_USER_PATH": str(USER_MODELS),
         **changes,
     }

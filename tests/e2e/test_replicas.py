@@ -1,4 +1,4 @@
-"""A lost replica costs a step, not a restart: SIGKILL to ranks of a running job."""
+"""A lost replica costs a step, not a restart: SIGKILL and SIGSTOP to ranks of a running job."""
 
 import os
 import signal
@@ -21,10 +21,10 @@ def replicas(job: JobView) -> ReplicasView:
     return found
 
 
-def kill(stack: Stack, job_id: str, rank: int) -> None:
+def send(stack: Stack, job_id: str, rank: int, number: signal.Signals) -> None:
     pid = next(each.pid for each in stack.client.ranks(job_id).items if each.rank == rank)
     assert pid is not None
-    os.kill(pid, signal.SIGKILL)
+    os.kill(pid, number)
 
 
 def all_present_again(stack: Stack, job_id: str, returned: int) -> JobView:
@@ -49,22 +49,23 @@ def test_replicas_are_lost_and_return_within_one_attempt(stack: Stack) -> None:
         train={"steps": STEPS, "global_batch": 6, "seed": 7},
         resources={"ranks": 3, "device": "cpu"},
         mesh={"dp_replicate": 3},
-        faults={"on_replica_loss": "continue", "max_restarts": 0},
+        faults={"on_replica_loss": "continue", "max_restarts": 0, "hang_timeout_s": 5},
         checkpoint={"every_steps": 0},
     )
     stack.at_step(job.id, 5)
-    for number, rank in enumerate((0, 1), start=1):
-        kill(stack, job.id, rank)
+    losses = ((0, signal.SIGKILL), (1, signal.SIGSTOP), (2, signal.SIGKILL))
+    for number, (rank, sent) in enumerate(losses, start=1):
+        send(stack, job.id, rank, sent)
         job = all_present_again(stack, job.id, number)
         # Nothing was saved yet: what it goes on with came from memory.
         assert stack.client.checkpoints(job.id).items == ()
         stack.at_step(job.id, job.progress.step + 5)
     done = stack.rested(job.id)
     assert (done.state, done.restarts, done.attempt) == (JobState.SUCCEEDED, 0, 1), done.reason
-    assert (replicas(done).lost, replicas(done).returned) == (2, 2)
+    assert (replicas(done).lost, replicas(done).returned) == (3, 3)
     assert sorted(stack.losses(job.id)) == list(range(1, STEPS + 1))
     kinds = [event.kind for event in stack.client.events(job.id).items]
     assert [kind for kind in kinds if kind.startswith("replica.")] == [
         "replica.lost",
         "replica.returned",
-    ] * 2
+    ] * 3

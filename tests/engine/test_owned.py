@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterable
+from typing import Any
 
 import pytest
 import torch
@@ -316,7 +317,7 @@ def save(ctx: RankContext) -> list[Stored]:
 def load(ctx: RankContext, shards: list[Stored]) -> list[Stored]:
     model = owned_decoder(ctx, meta_decoder())
     model.to_empty(device=ctx.device)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, foreach=True)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     saved = [shard.saved() for shard in shards]
     load_model_state(model, saved)
     load_optimizer_state(model, optimizer, saved)
@@ -442,3 +443,26 @@ def check_torch_muon(ctx: RankContext) -> None:
     unit(model).unshard()
     for mine, theirs in zip(model.parameters(), plain.parameters(), strict=True):
         torch.testing.assert_close(mine, theirs, rtol=0, atol=1e-5)
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("option", ["foreach", "fused"])
+def test_an_operator_for_all_parameters_at_once_is_refused(gangs: Gangs, option: str) -> None:
+    """It would leave out all that the owner of the first does not hold."""
+    gangs(2).run(check_all_at_once, option)
+
+
+def check_all_at_once(ctx: RankContext, option: str) -> None:
+    model = nn.Linear(4, 4).to(ctx.device)
+    fully_shard(
+        model,
+        mesh=ctx.mesh,
+        shard_placement_fn=lambda param: Owned() if param.ndim == 2 else None,
+    )
+    torch.autograd.backward(model(torch.ones(2, 4, device=ctx.device)).sum())
+    options: dict[str, Any] = {option: True}
+    optimizer = torch.optim.AdamW(model.parameters(), **options)
+    with pytest.raises(UnsupportedError, match="would step owned parameters together"):
+        optimizer.step()
+    torch.optim.AdamW([model.bias], **options).step()
+    torch.optim.AdamW(model.parameters()).step()

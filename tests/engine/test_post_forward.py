@@ -17,6 +17,7 @@ from tests.engine.versus import (
     Engine,
     assert_close,
     assert_equal,
+    assert_same_full,
     engines,
     groups_of,
     local,
@@ -163,3 +164,35 @@ def check_refusals(ctx: RankContext) -> None:
             ours().shard(nn.Linear(2, 2), mesh=ctx.mesh, reshard_after_forward=wrong)
     with pytest.warns(UserWarning, match="reshard_after_forward=1"):
         ours().shard(nn.Linear(2, 2), mesh=ctx.mesh, reshard_after_forward=1)
+
+
+class Within(nn.Module):
+    """Goes backward through its first layer while the two others, one unit, are in forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(13)
+        self.first, self.second, self.third = (nn.Linear(8, 8) for _ in range(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.second(self.first(x).tanh())
+        torch.autograd.backward(self.first(x.detach()).square().mean())
+        result: torch.Tensor = self.third(x.tanh()).square().mean()
+        return result
+
+
+def test_a_gather_of_slices_that_are_given_up_is_dropped(gangs: Gangs) -> None:
+    gangs(4).run(check_given_up)
+
+
+def check_given_up(ctx: RankContext) -> None:
+    """The second forward gathers the two layers ahead, and then finds that it must do so again."""
+    plain, model = (Within().to(ctx.device) for _ in range(2))
+    for unit in (model.first, [model.second, model.third], model):
+        ours().shard(unit, mesh=ctx.mesh, reshard_after_forward=2)
+    x = torch.ones(2, 8, device=ctx.device)
+    for _ in range(2):
+        for each in (plain, model):
+            torch.autograd.backward(each(x) + each(2 * x))
+        assert_same_full(model, plain, rtol=1e-5, atol=1e-6)
+    assert held_unsharded_bytes(model) == 0

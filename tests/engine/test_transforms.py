@@ -156,6 +156,53 @@ def expect_equal_gradients(plain: nn.Module, model: nn.Module) -> None:
             torch.testing.assert_close(mine.grad.full_tensor(), theirs.grad)
 
 
+def norm_of_slope(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    slope = torch.func.grad(lambda row: model(row).square().sum())
+    result: torch.Tensor = slope(x).square().sum()
+    return result
+
+
+def slope_of_slope(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    result: torch.Tensor = torch.func.grad(lambda row: norm_of_slope(model, row))(x)
+    return result
+
+
+def slopes_of_rows(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    result: torch.Tensor = torch.func.vmap(lambda row: slope_of_slope(model, row))(x)
+    return result
+
+
+def jacobian_of_jacobian(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    inner = torch.func.jacrev(lambda row: model(row).square().sum())
+    result: torch.Tensor = torch.func.jacrev(inner)(x[0])
+    return result
+
+
+@pytest.mark.parametrize("twice", [slope_of_slope, slopes_of_rows, jacobian_of_jacobian])
+def test_a_gradient_of_a_gradient_is_that_of_the_plain_model(
+    gangs: Gangs, twice: Callable[[nn.Module, torch.Tensor], torch.Tensor]
+) -> None:
+    gangs(2).run(check_twice, twice)
+
+
+def check_twice(ctx: RankContext, twice: Callable[[nn.Module, torch.Tensor], torch.Tensor]) -> None:
+    """Its parameters are read after the inner backward; the next forward has the updated ones."""
+    plain, model = plain_and_sharded(ctx)
+    optimizers = [torch.optim.SGD(m.parameters(), lr=0.01) for m in (plain, model)]
+    x = torch.randn(4, WIDTH, generator=torch.Generator().manual_seed(3)).to(ctx.device)
+    for _ in range(3):
+        second = [twice(each, x) for each in (plain, model)]
+        torch.testing.assert_close(second[1], second[0])
+        for each, found in zip((plain, model), second, strict=True):
+            torch.autograd.backward(found.square().mean())
+            torch.autograd.backward(each(x).square().mean())
+        expect_equal_gradients(plain, model)
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+        assert held_unsharded_bytes(model) == 0
+
+
 @pytest.mark.parametrize("compiled", ["block", "model"])
 def test_a_compiled_model_trains_as_the_eager_one(gangs: Gangs, compiled: str) -> None:
     gangs(2).run(check_compile, compiled)

@@ -7,26 +7,30 @@ gives the machine's name an address of loopback. Nothing outside reaches any of 
 Each agent has the storage of checkpoints by a mount of its own (``shared_storage``) where FUSE can be used.
 
 A line between two hosts is cut by what they believe about each other's Ethernet address: their kernels send real
-frames, which nothing takes. So it needs no filter in the kernel, and both directions are cut or one.
+frames, which nothing takes. So it needs no filter in the kernel, and both directions are cut or one. A line that is slow is a relay
+of ours between two TUN interfaces (``slow_link``), one that loses packets a rule of nftables.
 """
 
 import contextlib
+import itertools
 import json
 import os
 import shutil
 import socket
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final, Self
+
+from redis import Redis
 
 from services.local.children import die_with_parent
 from services.local.embedded_redis import redis_program, wait_for_redis
 from services.local.settings import child_environment
 from tests.e2e.conftest import free_port
-from tests.hosts import shared_storage
+from tests.hosts import shared_storage, slow_link
 from tests.parts import ROOT, Node, Part
 
 REDIS: Final = "redis"
@@ -37,6 +41,20 @@ _NAMES: Final = Path("/etc/netns")
 _TAKEN_BY_NONE: Final = "02:00:00:00:00:fe"
 _PORT: Final = 8400
 _REDIS_PORT: Final = 6379
+
+
+_LOSSES: Final = """
+table inet {table} {{
+  chain arriving {{
+    type filter hook prerouting priority raw
+    iifname != "lo" {of} numgen random mod 1000 < {per_mille} counter drop
+  }}
+}}
+"""
+
+
+class NotHereError(Exception):
+    """This machine cannot make such a line; the text says why."""
 
 
 def why_not_here() -> str | None:
@@ -97,6 +115,20 @@ class Host:
         return subprocess.run(
             self.command(*words), check=True, capture_output=True, text=True
         ).stdout
+
+
+@dataclass(frozen=True)
+class Losses:
+    """What a host loses by one rule."""
+
+    host: Host
+    table: str
+
+    @property
+    def packets(self) -> int:
+        """How many so far."""
+        listed = self.host.run("nft", "list", "table", "inet", self.table)
+        return int(listed.partition("packets ")[2].split()[0])
 
 
 class Hosts:
@@ -162,6 +194,25 @@ class Hosts:
         """A server's key."""
         return self.certificates / f"{name}.key"
 
+    def served_by_redis(self) -> str:
+        """The certificate with which Redis answers, as PEM."""
+        ask = "import ssl, sys; print(ssl.get_server_certificate((sys.argv[1], int(sys.argv[2]))))"
+        host = self.hosts[REDIS]
+        return host.run(sys.executable, "-c", ask, host.mgmt, str(_REDIS_PORT)).strip()
+
+    def renew_redis(self) -> None:
+        """Have Redis take the files of its certificate as they are now."""
+        files = {"tls-cert-file": self.certificate(REDIS), "tls-key-file": self.key(REDIS)}
+        with Redis.from_url(self.redis_url) as server:
+            server.execute_command(
+                "CONFIG SET", *itertools.chain(*((name, str(path)) for name, path in files.items()))
+            )
+
+    def drop_connections_to_redis(self) -> None:
+        """Close those of agents and controllers, who then connect again."""
+        with Redis.from_url(self.redis_url) as server:
+            server.execute_command("CLIENT KILL", "TYPE", "normal", "SKIPME", "yes")
+
     def start_agent(self, name: str, **changes: str) -> Node:
         """A new life of an agent, its environment changed for this life.
 
@@ -190,6 +241,72 @@ class Hosts:
         for host, peer in self._both_ways(one, other):
             for interface, address in self._ways(host, peer):
                 host.run("ip", "neighbour", "del", address, "dev", interface)
+
+    @contextlib.contextmanager
+    def slow(self, one: str, other: str, *, delay_s: float, rate: float) -> Iterator[None]:
+        """Within, what two hosts send each other over ``mgmt`` by IPv4 takes so long each way, and so many bytes a second.
+
+        Raises:
+            NotHereError: There are no TUN interfaces.
+        """
+        if not os.access("/dev/net/tun", os.R_OK | os.W_OK):
+            raise NotHereError("there is no /dev/net/tun")
+        hosts = (self.hosts[one], self.hosts[other])
+        script = ROOT / "tests" / "hosts" / "slow_link.py"
+        relay = subprocess.Popen(
+            hosts[0].command(sys.executable, script, hosts[1].namespace, str(delay_s), str(rate)),
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            preexec_fn=die_with_parent,  # noqa: PLW1509 prctl is one call and takes no lock
+        )
+        try:
+            assert relay.stdout is not None
+            assert relay.stderr is not None
+            if not relay.stdout.readline():
+                raise NotHereError(relay.stderr.read().strip().rpartition("\n")[2])
+            for host, peer in (hosts, hosts[::-1]):
+                host.run("ip", "link", "set", slow_link.INTERFACE, "up")
+                way = (f"{peer.mgmt}/32", "dev", slow_link.INTERFACE, "src", host.mgmt)
+                host.run("ip", "route", "add", *way)
+            yield
+        finally:
+            relay.kill()  # the interfaces and the routes go with it
+            relay.communicate()
+
+    @contextlib.contextmanager
+    def losing(self, name: str, per_mille: int, *, source: str | None = None) -> Iterator["Losses"]:
+        """Within, a host loses so many of a thousand packets that come, of all hosts or of one.
+
+        Raises:
+            NotHereError: There is no nftables with random numbers.
+        """
+        if shutil.which("nft") is None:
+            raise NotHereError("not installed: nftables")
+        host = self.hosts[name]
+        table = f"losses-{per_mille}-{source or 'all'}"
+        of = "" if source is None else f"ip saddr {self.hosts[source].mgmt}"
+        rules = _LOSSES.format(table=table, of=of, per_mille=per_mille)
+        made = subprocess.run(
+            host.command("nft", "-f", "-"), input=rules, capture_output=True, text=True, check=False
+        )
+        if made.returncode:
+            raise NotHereError(f"nft: {made.stderr.strip()}")
+        try:
+            yield Losses(host, table)
+        finally:
+            host.run("nft", "delete", "table", "inet", table)
+
+    def round_trip_s(self, one: str, other: str) -> float:
+        """How long the opening of a connection from one host to the other takes."""
+        peer = self.hosts[other]
+        ask = (
+            "import socket, sys, time\n"
+            "began = time.monotonic()\n"
+            "try: socket.create_connection((sys.argv[1], 9), 30)\n"
+            "except ConnectionRefusedError: print(time.monotonic() - began)"
+        )
+        return float(self.hosts[one].run(sys.executable, "-c", ask, peer.mgmt))
 
     def received(self, name: str, interface: str) -> int:
         """Bytes that have come into a host by this interface."""
@@ -306,6 +423,7 @@ class Hosts:
             "MESHLOOM_CHECKPOINT_ROOT": str(self._roots[name]),
             "MESHLOOM_NODE_ID": name,
             "MESHLOOM_CPU_SLOTS": str(self._slots[name]),
+            "MESHLOOM_MEASURE_IDLE_S": "0",
             "MESHLOOM_USER_PATH": str(ROOT / "tests" / "chaos" / "user_models"),
         }
 

@@ -31,7 +31,8 @@ from fsdp_core.plan.model import (
     estimate,
 )
 from fsdp_core.plan.optimizer_facts import optimizer_facts
-from fsdp_core.plan.profiling import ModelUnderStudy, profile_model
+from fsdp_core.plan.profiling import profile_model
+from fsdp_core.plan.study import ModelUnderStudy
 from services.worker.rank.models.decoder import Decoder
 from services.worker.rank.process.host_memory import shared_bytes
 from tests.engine.gang import RankContext

@@ -28,7 +28,8 @@ from fsdp_core.plan.model import (
 )
 from fsdp_core.plan.model.shares import shares_of
 from fsdp_core.plan.model.traffic import Kind, SharedWay
-from fsdp_core.plan.profiling import ModelUnderStudy, profile_model
+from fsdp_core.plan.profiling import profile_model
+from fsdp_core.plan.study import ModelUnderStudy
 from tests.plan.suite import Mlp, vector_loss
 
 WIDTH, HIDDEN, LAYERS = 256, 96, 4

@@ -11,7 +11,8 @@ from torch import nn
 from fsdp_core.plan import fakes
 from fsdp_core.plan.fakes.answers import AnsweringFakes
 from fsdp_core.plan.model import Conditions
-from fsdp_core.plan.profiling import ModelUnderStudy, profile_model
+from fsdp_core.plan.profiling import profile_model
+from fsdp_core.plan.study import ModelUnderStudy
 from services.worker.rank.models.decoder import Decoder
 from tests.plan.suite import SPLIT, VOCAB, ConvNet, Encoder, image_loss, next_token_loss
 

@@ -7,6 +7,7 @@ import signal
 from dataclasses import replace
 from functools import partial
 
+import psutil
 import pytest
 import torch
 from pydantic import TypeAdapter
@@ -25,18 +26,23 @@ from fsdp_core.plan.model import (
     MeshPlan,
     ModelProfile,
     OptimizerFacts,
+    PassTimes,
     ShardingPlan,
     Training,
     UnitPlan,
     estimate,
 )
+from fsdp_core.plan.model.sharding import Precision
 from fsdp_core.plan.optimizer_facts import optimizer_facts
-from fsdp_core.plan.pass_timing import timed_passes
-from fsdp_core.plan.profiling import ModelUnderStudy, profile_model
+from fsdp_core.plan.pass_timing import Effort, timing_passes
+from fsdp_core.plan.profiling import profile_model
+from fsdp_core.plan.study import ModelUnderStudy
 from tests.plan.suite import VOCAB, ConvNet, Encoder, Mlp, image_loss, next_token_loss, vector_loss
 from tests.plan.wide_suite import ByRows, CheckpointedMlp, Lion, Towers, in_batch_loss
 
 WIDTH, HIDDEN, LAYERS = 256, 64, 3
+BOTH = (Conditions(), Conditions(recompute=True))
+SMALL = Effort(1 << 10, Growth(0, 1 << 10), Growth(0, 1 << 10))
 
 
 def mlp_study() -> ModelUnderStudy:
@@ -45,7 +51,7 @@ def mlp_study() -> ModelUnderStudy:
 
 @pytest.fixture(scope="module")
 def mlp() -> ModelProfile:
-    return profile_model(mlp_study(), (Conditions(), Conditions(recompute=True)))
+    return profile_model(mlp_study(), BOTH)
 
 
 def test_repeated_blocks_are_found_and_what_stands_beside_them() -> None:
@@ -138,20 +144,43 @@ def test_recomputation_keeps_only_inputs_until_backward(mlp: ModelProfile) -> No
     assert again["layers.1"] == Growth(0, 4 * WIDTH)
 
 
+def timed(
+    study: ModelUnderStudy, memory: int, param_dtype: Precision | None = None
+) -> PassTimes | None:
+    with timing_passes(study, SMALL, memory, param_dtype) as found:
+        return found()
+
+
 def test_passes_of_a_model_that_fits_are_timed_in_a_process_of_their_own(
     mlp: ModelProfile,
 ) -> None:
     study = mlp_study()
-    timed = timed_passes(study, mlp, 1 << 30, None)
-    assert timed is not None
-    sizes = [size for size, _, _ in timed.seconds]
+    found = profile_model(study, BOTH, timed_within=1 << 30)
+    assert replace(found, timed=None) == mlp, "nothing else depends on it"
+    assert found.timed is not None
+    sizes = [size for size, _, _ in found.timed.seconds]
     assert sizes == sorted(sizes)
-    assert min(timed.flops, *(min(times[1:]) for times in timed.seconds)) > 0
-    assert timed_passes(study, mlp, 1 << 10, None) is None
-    assert timed_passes(study, mlp, 1 << 30, "bf16") is not None
+    assert min(found.timed.flops, *(min(times[1:]) for times in found.timed.seconds)) > 0
+    assert timed(study, 1 << 10) is None
+    assert timed(study, 1 << 30, "bf16") is not None
 
 
-def test_a_model_that_fails_or_dies_when_it_really_runs_is_not_timed(mlp: ModelProfile) -> None:
+def test_the_process_that_times_passes_ends_with_what_is_done_beside_it() -> None:
+    def lingers(model: nn.Module, size: int) -> torch.Tensor:
+        del model, size
+        signal.pause()
+        raise AssertionError
+
+    before = psutil.Process().children()
+    with (
+        pytest.raises(PlanError),
+        timing_passes(replace(mlp_study(), loss=lingers), SMALL, 1 << 30, None),
+    ):
+        raise PlanError("the model cannot be followed")
+    assert set(psutil.Process().children()) <= set(before)
+
+
+def test_a_model_that_fails_or_dies_when_it_really_runs_is_not_timed() -> None:
     def dies(model: nn.Module, size: int) -> torch.Tensor:
         del model, size
         os.kill(os.getpid(), signal.SIGKILL)
@@ -161,7 +190,7 @@ def test_a_model_that_fails_or_dies_when_it_really_runs_is_not_timed(mlp: ModelP
         raise RuntimeError(f"{size} samples are not to my taste: {type(model)}")
 
     for loss in (dies, fails):
-        assert timed_passes(replace(mlp_study(), loss=loss), mlp, 1 << 30, None) is None
+        assert timed(replace(mlp_study(), loss=loss), 1 << 30) is None
 
 
 def test_ties_stay_tied_and_frozen_parameters_frozen() -> None:

@@ -18,7 +18,8 @@ from fsdp_core.plan.model import (
     Training,
     estimate,
 )
-from fsdp_core.plan.profiling import ModelUnderStudy, profile_model
+from fsdp_core.plan.profiling import profile_model
+from fsdp_core.plan.study import ModelUnderStudy
 
 SHAPE = Shape(dim=256, layers=2, heads=8, kv_heads=4, hidden=384, vocab=1000)
 STUDY = ModelUnderStudy(

@@ -49,7 +49,8 @@ from fsdp_core.plan.model.score import Score, Spent, score
 from fsdp_core.plan.model.space import LayoutSpace
 from fsdp_core.plan.model.step_time import Exchange
 from fsdp_core.plan.model.traffic import Kind
-from fsdp_core.plan.profiling import ModelUnderStudy, profile_model
+from fsdp_core.plan.profiling import profile_model
+from fsdp_core.plan.study import ModelUnderStudy
 
 STUDY = ModelUnderStudy(
     partial(Llama, Shape(dim=32, layers=2, heads=4, kv_heads=2, hidden=80, vocab=300)),
@@ -541,7 +542,7 @@ def test_the_default_is_left_only_for_what_is_clearly_faster(profile: ModelProfi
             assert (answer.best.plan, answer.best.micro_batch) == default
             assert least >= 0.9 * time.total
         elif answer.best.micro_batch == default[1]:
-            assert chosen.total < 0.97 * time.total
+            assert chosen.total < 0.9 * time.total
             assert least >= 0.9 * chosen.total
         else:
             assert chosen.total == least < 0.9 * time.total

@@ -14,12 +14,18 @@ from pathlib import Path
 from typing import Any, ClassVar, Final
 from urllib.parse import parse_qs, urlsplit
 
+from tests.pools.kube_access import ADMIN_TOKEN, NAMESPACE, Thing
 from tests.pools.kube_controllers import LOOKS_EVERY_S, Controllers
-from tests.pools.kube_objects import KINDS, ApiError, Objects, Thing, field_at, label, matching
+from tests.pools.kube_objects import (
+    KINDS,
+    ApiError,
+    Objects,
+    field_at,
+    label,
+    matching,
+)
 
-NAMESPACE: Final = "agents"
 CLIENT_TOKEN: Final = "client"  # noqa: S105 of a test
-KUBELET_TOKEN: Final = "kubelet"  # noqa: S105 of a test
 _MERGE: Final = "application/merge-patch+json"
 
 
@@ -32,7 +38,10 @@ class Handler(BaseHTTPRequestHandler):
     rules: ClassVar[Sequence[dict[str, list[str]]]] = ()
 
     def do_GET(self) -> None:
-        self._answer(self._read)
+        if self.path == "/readyz":
+            self._send(200, b"ok")
+        else:
+            self._answer(self._read)
 
     def do_POST(self) -> None:
         self._answer(
@@ -60,45 +69,49 @@ class Handler(BaseHTTPRequestHandler):
             status = error.status
             kind = {"apiVersion": "v1", "kind": "Status", "status": "Failure", "code": status}
             said = json.dumps({**kind, "reason": error.reason, "message": str(error)})
+        self._send(status, said.encode())
+
+    def _send(self, status: int, said: bytes) -> None:
         self.send_response(status)
         self.send_header("Content-Type", "application/json")
-        self.send_header("Content-Length", str(len(said.encode())))
+        self.send_header("Content-Length", str(len(said)))
         self.end_headers()
-        self.wfile.write(said.encode())
+        self.wfile.write(said)
 
     def _target(self, path: str) -> tuple[str, str]:
         words = path.strip("/").split("/")
         group = "" if words[0] == "api" else words[1]
         version = words[1] if words[0] == "api" else "/".join(words[1:3])
         rest = words[2:] if words[0] == "api" else words[3:]
+        namespace = NAMESPACE
         if rest[0] == "namespaces":
-            if rest[1] != NAMESPACE:
-                raise ApiError(404, "NotFound", f'namespaces "{rest[1]}" not found')
-            rest = rest[2:]
+            namespace, rest = rest[1], rest[2:]
         resource, name = rest[0], "/".join(rest[1:]).removesuffix("/status")
         if KINDS.get(resource, ("",))[0] != version:
             raise ApiError(404, "NotFound", "the server could not find the requested resource")
-        self._authorize(group, resource, name)
+        self._authorize(group, resource, name, namespace)
         return resource, name
 
-    def _authorize(self, group: str, resource: str, name: str) -> None:
+    def _authorize(self, group: str, resource: str, name: str, namespace: str) -> None:
+        """As RBAC does it; who has no rights in a namespace does not learn whether it is there."""
         token = (self.headers.get("Authorization") or "").removeprefix("Bearer ")
-        if token == KUBELET_TOKEN:
+        if token == ADMIN_TOKEN:
             return
         if token != CLIENT_TOKEN:
             raise ApiError(401, "Unauthorized", "Unauthorized")
         verb = {"POST": "create", "PATCH": "patch", "DELETE": "delete"}.get(
             self.command, "get" if name else "list"
         )
-        if not any(
+        if namespace != NAMESPACE or not any(
             group in rule["apiGroups"] and resource in rule["resources"] and verb in rule["verbs"]
             for rule in self.rules
         ):
             who = "system:serviceaccount:meshloom:meshloom"
+            named = f"{resource}.{group}" if group else resource
             raise ApiError(
                 403,
                 "Forbidden",
-                f'{resource} is forbidden: User "{who}" cannot {verb} resource "{resource}" in API group "{group}" in the namespace "{NAMESPACE}"',
+                f'{named} is forbidden: User "{who}" cannot {verb} resource "{resource}" in API group "{group}" in the namespace "{namespace}"',
             )
 
     def _read(self, resource: str, name: str, query: dict[str, str]) -> Thing:

@@ -1,11 +1,11 @@
-"""``python -m tests.pools.kube_kubelet SERVER NODE FOLDER``: a stand-in for the kubelet of one node.
+"""``python -m tests.pools.kube_kubelet SERVER NODE FOLDER [CA]``: a stand-in for the kubelet of one node.
 
 It starts the containers of its pods as processes of this machine: images are ignored, and mounted volumes are folders
 below FOLDER, by whose paths those of the mounts are replaced in the containers' commands.
 """
 
+import base64
 import contextlib
-import json
 import os
 import re
 import signal
@@ -16,46 +16,35 @@ import time
 from pathlib import Path
 from typing import Any, Final
 from urllib.error import HTTPError
-from urllib.request import Request, urlopen
 
 import psutil
 
 from services.local.children import die_with_parent
 from services.local.settings import child_environment
-from tests.pools.kube_api_server import KUBELET_TOKEN, NAMESPACE
-from tests.pools.kube_objects import Thing
+from tests.pools.kube_access import NAMESPACE, Server, Thing, now_text
 
 NODE_MARK: Final = "MARK_OF_KUBE_NODE"
 POD_MARK: Final = "MARK_OF_KUBE_POD"
 _LOOKS_EVERY_S: Final = 0.2
+_SAYS_EVERY_S: Final = 1.0
+_MISSING: Final = 404
 _PULL_BACK_OFF: Final = "no-such-image"
 
 
-class Server:
-    """The API server as a kubelet sees it."""
-
-    def __init__(self, address: str) -> None:
-        self._address = address
-
-    def ask(self, method: str, path: str, body: Thing | None = None) -> Thing:
-        """Send a request.
-
-        Raises:
-            HTTPError: The answer is not 2xx.
-            OSError: There is none.
-        """
-        request = Request(  # noqa: S310 our own server
-            f"{self._address}/{path}",
-            method=method,
-            data=None if body is None else json.dumps(body).encode(),
-            headers={
-                "Authorization": f"Bearer {KUBELET_TOKEN}",
-                "Content-Type": "application/merge-patch+json",
-            },
-        )
-        with urlopen(request, timeout=10) as answer:  # noqa: S310 our own server
-            said: Thing = json.load(answer)
-            return said
+def _say_ready(server: Server, node: str) -> None:
+    """The node is there, and its kubelet answers."""
+    is_ready = {"type": "Ready", "status": "True", "reason": "KubeletReady", "message": ""}
+    status = {
+        "allocatable": {"cpu": "1", "pods": "110"},
+        "conditions": [{**is_ready, "lastHeartbeatTime": now_text()}],
+    }
+    try:
+        server.ask("PATCH", f"api/v1/nodes/{node}/status", {"status": status})
+    except HTTPError as error:
+        if error.code != _MISSING:
+            raise
+        meta = {"name": node, "labels": {"kubernetes.io/hostname": node}}
+        server.ask("POST", "api/v1/nodes", {"metadata": meta, "status": status})
 
 
 class Pod:
@@ -123,7 +112,7 @@ class Pod:
         try:
             folders = self._volumes()
         except HTTPError as error:
-            if error.code != 404:
+            if error.code != _MISSING:
                 raise
             self._say("Pending", {"waiting": {"reason": "ContainerCreating"}})
             return
@@ -146,8 +135,8 @@ class Pod:
             if (source := volume.get("secret")) is not None:
                 name = source["secretName"]
                 secret = self._server.ask("GET", f"api/v1/namespaces/{NAMESPACE}/secrets/{name}")
-                for key, value in secret["stringData"].items():
-                    (folder / key).write_text(value)
+                for key, value in secret["data"].items():
+                    (folder / key).write_bytes(base64.b64decode(value))
         return found
 
     def _process(self, container: Thing, folders: dict[str, Path]) -> "subprocess.Popen[bytes]":
@@ -187,15 +176,16 @@ class Pod:
 
 def main() -> None:
     """Look after the node's pods until killed."""
-    address, node, folder = sys.argv[1:]
-    server, pods, pause = Server(address), dict[str, Pod](), threading.Event()
+    address, node, folder, *ca = sys.argv[1:]
+    server = Server(address, Path(ca[0]) if ca else None)
+    pods, pause = dict[str, Pod](), threading.Event()
     signal.signal(signal.SIGTERM, lambda *_: os._exit(0))
-    beat = 0
+    said_at = 0.0
     while not pause.wait(_LOOKS_EVERY_S):
-        beat += 1
         with contextlib.suppress(OSError):
-            said = {"metadata": {"annotations": {"beat": f"{os.getpid()}-{beat}"}}}
-            server.ask("PATCH", f"api/v1/nodes/{node}", said)
+            if time.monotonic() > said_at + _SAYS_EVERY_S:
+                _say_ready(server, node)
+                said_at = time.monotonic()
             listed = server.ask("GET", f"api/v1/pods?fieldSelector=spec.nodeName={node}")["items"]
             for pod in listed:
                 uid = pod["metadata"]["uid"]

@@ -1,14 +1,16 @@
 """What the test's API server keeps: objects as Kubernetes has them, checked against its own schemas."""
 
+import base64
 import copy
 import secrets
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
-from datetime import UTC, datetime, timedelta
 from typing import Any, Final
 
 import kubernetes_validate  # type: ignore[import-untyped] # it has no types
+
+from tests.pools.kube_access import NAMESPACE, Thing, now_text
 
 VERSION: Final = "1.33"
 KINDS: Final = {
@@ -19,8 +21,6 @@ KINDS: Final = {
     "nodes": ("v1", "Node"),
 }
 """The resources that there are, with the version and kind of each."""
-
-Thing = dict[str, Any]
 
 
 class ApiError(Exception):
@@ -35,11 +35,6 @@ class ApiError(Exception):
         super().__init__(message)
         self.status = status
         self.reason = reason
-
-
-def now_text(later_s: float = 0) -> str:
-    """The present, as objects have it."""
-    return (datetime.now(UTC) + timedelta(seconds=later_s)).strftime("%Y-%m-%dT%H:%M:%SZ")
 
 
 @dataclass
@@ -72,6 +67,8 @@ class Objects:
         """Keep a new one, if it is as the schema demands."""
         version, kind = KINDS[resource]
         made: Thing = {"apiVersion": version, "kind": kind, **copy.deepcopy(thing)}
+        for key, text in made.pop("stringData", {}).items():
+            made.setdefault("data", {})[key] = base64.b64encode(text.encode()).decode()
         if (made["apiVersion"], made["kind"]) != (version, kind):
             raise ApiError(400, "BadRequest", f"{made['kind']} is no {kind} of {version}")
         _check(made)
@@ -102,10 +99,14 @@ class Objects:
         return thing
 
     def delete(self, resource: str, name: str, grace_s: int | None = None) -> Thing:
-        """Remove one; a pod on a node stays until its node has ended it, unless its grace is 0."""
+        """Remove one; a pod that may run stays until its node has ended it, unless its grace is 0."""
         thing = self.get(resource, name)
-        on_node = resource == "pods" and "nodeName" in thing["spec"]
-        if not on_node or grace_s == 0:
+        runs = (
+            resource == "pods"
+            and "nodeName" in thing["spec"]
+            and thing["status"]["phase"] not in ("Failed", "Succeeded")
+        )
+        if not runs or grace_s == 0:
             del self.by_resource[resource][name]
             return thing
         if "deletionTimestamp" not in thing["metadata"]:
@@ -117,29 +118,27 @@ class Objects:
             self.changed(thing)
         return thing
 
-    def pods_of(self, job: Thing) -> list[Thing]:
-        """Those that belong to a Job."""
-        return [pod for pod in self.all("pods") if owner_of(pod) == job["metadata"]["uid"]]
-
     def warn(self, about: tuple[str, str], reason: str, message: str) -> None:
         """An event of the type Warning about an object, by kind and name; once as long as it says the same."""
-        kind, name = about
-        key = f"{name}.{reason.lower()}"
-        if (known := self.by_resource["events"].get(key)) is not None:
-            known |= {"message": message, "lastTimestamp": now_text()}
+        event = warning(about, reason, message)
+        if (known := self.by_resource["events"].get(event["metadata"]["name"])) is not None:
+            known |= {key: event[key] for key in ("message", "lastTimestamp")}
             self.changed(known)
             return
-        self.create(
-            "events",
-            {
-                "metadata": {"name": key, "namespace": "agents"},
-                "involvedObject": {"kind": kind, "name": name},
-                "type": "Warning",
-                "reason": reason,
-                "message": message,
-                "lastTimestamp": now_text(),
-            },
-        )
+        self.create("events", event)
+
+
+def warning(about: tuple[str, str], reason: str, message: str) -> Thing:
+    """An event about an object, by kind and name; its own name is that of what it says."""
+    kind, name = about
+    return {
+        "metadata": {"name": f"{name}.{reason.lower()}", "namespace": NAMESPACE},
+        "involvedObject": {"kind": kind, "name": name, "namespace": NAMESPACE},
+        "type": "Warning",
+        "reason": reason,
+        "message": message,
+        "lastTimestamp": now_text(),
+    }
 
 
 def owner_of(thing: Thing) -> str | None:
@@ -159,9 +158,12 @@ def condition(thing: Thing, kind: str) -> Thing | None:
 def set_condition(thing: Thing, kind: str, status: str, reason: str, message: str) -> None:
     """Put a condition into the place of the one of its type."""
     conditions = thing.setdefault("status", {}).setdefault("conditions", [])
+    told = {"type": kind, "status": status, "reason": reason, "message": message}
+    if any(told.items() <= each.items() for each in conditions):
+        return
+    before = [each for each in conditions if each["type"] == kind]
     conditions[:] = [each for each in conditions if each["type"] != kind]
-    said = {"type": kind, "status": status, "reason": reason, "message": message}
-    conditions.append({**said, "lastTransitionTime": now_text()})
+    conditions.append({**(before[0] if before else {}), **told, "lastTransitionTime": now_text()})
 
 
 def matching(selector: str, part: Callable[[Thing, str], str]) -> Callable[[Thing], bool]:
@@ -200,13 +202,14 @@ def _merged(before: Any, patch: Any) -> Any:  # noqa: ANN401 JSON
 
 
 def _check(thing: Thing) -> None:
+    named = f'{thing["kind"]} "{thing["metadata"]["name"]}" is invalid'
     try:
         kubernetes_validate.validate(thing, VERSION, strict=True)
     except kubernetes_validate.ValidationError as error:
         where = "/".join(map(str, error.path))
-        raise ApiError(422, "Invalid", f"{thing['kind']}: /{where}: {error.message}") from None
+        raise ApiError(422, "Invalid", f"{named}: /{where}: {error.message}") from None
     for fault in _faults(thing):
-        raise ApiError(422, "Invalid", f"{thing['kind']}: {fault}")
+        raise ApiError(422, "Invalid", f"{named}: {fault}")
 
 
 def _faults(thing: Thing) -> Iterator[str]:
@@ -217,8 +220,8 @@ def _faults(thing: Thing) -> Iterator[str]:
         or not name.replace("-", "").replace(".", "").isalnum()
         or name.lower() != name
     ):
-        yield f"/metadata/name: {name} is no name"
-    if thing["kind"] == "Secret" and sum(map(len, thing.get("stringData", {}).values())) > 2**20:
+        yield f'metadata.name: Invalid value: "{name}": must be no more than 63 characters'
+    if thing["kind"] == "Secret" and sum(map(len, thing.get("data", {}).values())) > 2**20 * 4 / 3:
         yield "/data: too long: may not be more than 1048576 bytes"
     if thing["kind"] == "Job":
         yield from _job_faults(thing)

@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Final, Self
 
 import psutil
@@ -10,8 +11,9 @@ import psutil
 from services.controller.adapters.pools.kubernetes import KubernetesPool
 from services.controller.adapters.pools.pools_file import KubernetesPoolConfig
 from services.controller.ports.pools import NodePool
-from tests.pools.kube_api_server import NAMESPACE
+from tests.pools.kube_access import NAMESPACE
 from tests.pools.kube_cluster import KubeCluster
+from tests.pools.kube_control_plane import ControlledKubeCluster
 from tests.waiting import until
 
 _NODES: Final = 4
@@ -34,7 +36,7 @@ class KubeWorld:
     foreign = "KUBERNETES_"
 
     def __init__(self) -> None:
-        self.cluster = KubeCluster(_NODES)
+        self.cluster = self.made()
         self._pools: list[KubernetesPool] = []
 
     def __enter__(self) -> Self:
@@ -43,6 +45,10 @@ class KubeWorld:
 
     def __exit__(self, *_: object) -> None:
         self.cluster.__exit__()
+
+    def made(self) -> KubeCluster:
+        """The cluster, not yet started."""
+        return KubeCluster(_NODES)
 
     @property
     def marks(self) -> Mapping[str, str]:
@@ -114,3 +120,24 @@ class KubeWorld:
                 for each in node["status"]["conditions"]
             )
         ]
+
+
+class ControlledKubeWorld(KubeWorld):
+    """The same with a real control plane.
+
+    Args:
+        programs: The folder with its programs.
+    """
+
+    # As of the release.
+    impossible = KubeWorld.impossible | {
+        "Unschedulable: 0/4 nodes are available: 4 node(s) didn't match Pod's node affinity."
+    }
+
+    def __init__(self, programs: Path) -> None:
+        self._programs = programs
+        super().__init__()
+
+    def made(self) -> KubeCluster:
+        """See ``KubeWorld.made``."""
+        return ControlledKubeCluster(_NODES, self._programs)

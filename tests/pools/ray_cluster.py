@@ -1,8 +1,9 @@
 """A real Ray cluster of several nodes on one machine, in processes of its own.
 
-``python -m tests.pools.ray_cluster FOLDER`` starts it and prints its address. It reads orders, one a line: ``node`` adds
-a node, whose process it prints, and ``head`` kills the head and starts another in its place. It ends with its
-standard input. The head runs nothing and keeps its state in a Redis of its own; each further node offers one CPU.
+``python -m tests.pools.ray_cluster [FOLDER]`` starts it and prints its address. It reads orders, one a line: ``node`` adds
+a node, whose process it prints, ``kill`` kills the head, and ``head`` starts another in its place. It ends with its
+standard input. The head runs nothing and keeps its state in a Redis of its own, in FOLDER; without FOLDER it keeps
+none. Each further node offers one CPU.
 """
 
 import contextlib
@@ -15,6 +16,7 @@ import tempfile
 from collections.abc import Iterator, Mapping
 from importlib.util import find_spec
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, Final, Self
 
 import psutil
@@ -49,23 +51,34 @@ class RayCluster:
 
     Args:
         nodes: How many offer a CPU.
+        keeps_state: Whether a head that is restarted knows what the last one knew.
+        variables: More ones of all of Ray's processes.
 
     Attributes:
         address: Of the cluster's state.
         nodes: The raylets.
     """
 
-    def __init__(self, nodes: int) -> None:
+    def __init__(
+        self,
+        nodes: int,
+        *,
+        keeps_state: bool = True,
+        variables: Mapping[str, str] = MappingProxyType({}),
+    ) -> None:
         self._count = nodes
+        self._keeps_state = keeps_state
+        self._variables = variables
         self.mark = f"{os.getpid()}-{id(self)}"
 
     def __enter__(self) -> Self:
         self._folder = tempfile.TemporaryDirectory(prefix="ray-state-")
+        state = [self._folder.name] if self._keeps_state else []
         self._process = subprocess.Popen(
-            [sys.executable, "-W", "ignore", "-m", "tests.pools.ray_cluster", self._folder.name],
+            [sys.executable, "-W", "ignore", "-m", "tests.pools.ray_cluster", *state],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
-            env=child_environment(**self.marks),
+            env=child_environment(**self.marks, **self._variables),
             text=True,
         )
         self._read_head()
@@ -87,8 +100,13 @@ class RayCluster:
                 process.kill()
         until(lambda: gone(left))
 
-    def restart_head(self) -> None:
-        """Kill all of the head, and have another on its address, which reads the state from Redis."""
+    def kill_head(self) -> None:
+        """Kill all of the head."""
+        self._order("kill")
+        until(lambda: gone([self.head]))
+
+    def start_head(self) -> None:
+        """Have another head on the address of the one that was killed; it reads the state if that was kept."""
         self._order("head")
         self._read_head()
 
@@ -153,9 +171,10 @@ def marked(variable: str, value: str) -> list[psutil.Process]:
 
 def main() -> None:
     """Hold a cluster until standard input ends."""
-    (folder,) = sys.argv[1:]
-    with _redis(Path(folder)) as port:
-        os.environ["RAY_REDIS_ADDRESS"] = f"127.0.0.1:{port}"  # noqa: TID251 Ray reads it there
+    with contextlib.ExitStack() as stack:
+        for folder in sys.argv[1:]:
+            port = stack.enter_context(_redis(Path(folder)))
+            os.environ["RAY_REDIS_ADDRESS"] = f"127.0.0.1:{port}"  # noqa: TID251 Ray reads it there
         _hold()
 
 
@@ -195,8 +214,10 @@ def _hold() -> None:
     port = free_port()
     start_head()
     for order in map(str.strip, sys.stdin):
-        if order == "head":
+        if order == "kill":
             cluster.remove_node(cluster.head_node, allow_graceful=False)  # type: ignore[no-untyped-call] # Ray's
+            continue
+        if order == "head":
             start_head()
             continue
         node = cluster.add_node(num_cpus=1, object_store_memory=_STORE_BYTES)

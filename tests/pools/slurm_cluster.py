@@ -9,7 +9,6 @@ import os
 import pwd
 import secrets
 import shutil
-import signal
 import socket
 import subprocess
 import tempfile
@@ -21,6 +20,7 @@ import psutil
 
 from tests.e2e.conftest import free_port
 from tests.parts import Part, gone
+from tests.pools.machines import Machines
 from tests.waiting import until
 
 _PROGRAMS: Final = ("munged", "slurmctld", "slurmd", "sbatch", "squeue", "scancel", "srun", "sinfo")
@@ -34,7 +34,7 @@ def why_not_here() -> str | None:
     return f"not installed: {', '.join(missing)} (slurm-wlm, munge)" if missing else None
 
 
-class SlurmCluster:
+class SlurmCluster(Machines):
     """All daemons; use it as a context manager in the main thread, with which they die.
 
     Args:
@@ -58,7 +58,7 @@ class SlurmCluster:
             self.folder.chmod(0o755)
             self._config = self.folder / "slurm.conf"
             self.variables: Mapping[str, str] = {"PATH": _PATH, "SLURM_CONF": str(self._config)}
-            stack.callback(self._kill_all)
+            stack.callback(self.kill_all)
             munge = self._start_munge(stack)
             self._config.write_text(self._configuration(munge))
             self.controller = self._part("slurmctld", "slurmctld", "-D")
@@ -97,7 +97,7 @@ class SlurmCluster:
         return self.say("squeue", "-h", "--states=all", f"--name={name}", "-o", "%T").split()
 
     def processes(self, node: str | None = None) -> list[psutil.Process]:
-        """Live processes of batch jobs, of one node or of all: slurmstepd and all below it.
+        """See ``Machines.processes``: of batch jobs slurmstepd and all below it.
 
         Of all nodes, also those with ``marks``, which may have escaped.
         """
@@ -113,30 +113,6 @@ class SlurmCluster:
                 elif node is None and process.environ().get(_MARK) == self.mark:
                     found.add(process)
         return [process for process in found if not gone([process])]
-
-    def kill_node(self, name: str) -> None:
-        """``kill -9`` of all that a machine's loss would end."""
-        self.nodes[name].kill()
-        for process in self.processes(name):
-            with contextlib.suppress(psutil.NoSuchProcess):
-                process.kill()
-
-    def freeze_node(self, name: str) -> None:
-        """SIGSTOP of all that a hanging machine would stop."""
-        os.kill(self.nodes[name].pid, signal.SIGSTOP)
-        for process in self.processes(name):
-            process.suspend()
-
-    def repair(self) -> None:
-        """Have frozen nodes go on, and start those that were killed."""
-        for name, node in self.nodes.items():
-            if not node.is_running:
-                node.start()
-                continue
-            for process in self.processes(name):
-                with contextlib.suppress(psutil.NoSuchProcess):
-                    process.resume()
-            os.kill(node.pid, signal.SIGCONT)
 
     @contextlib.contextmanager
     def without_controller(self) -> Iterator[None]:
@@ -209,8 +185,3 @@ SlurmdParameters=config_overrides
 {nodes}
 PartitionName=all Nodes=ALL Default=YES MaxTime=INFINITE State=UP
 """
-
-    def _kill_all(self) -> None:
-        for process in self.processes():
-            with contextlib.suppress(psutil.NoSuchProcess):
-                process.kill()

@@ -57,10 +57,10 @@ class SlurmWorld:
         return self._cluster.processes()
 
     def kill_node_of(self, process: psutil.Process) -> None:
-        self._cluster.kill_node(self._node_of(process))
+        self._cluster.kill_node_of(process)
 
     def freeze_node_of(self, process: psutil.Process) -> None:
-        self._cluster.freeze_node(self._node_of(process))
+        self._cluster.freeze_node_of(process)
 
     def repair_nodes(self) -> None:
         self._cluster.repair()
@@ -70,8 +70,3 @@ class SlurmWorld:
     def silent(self) -> Iterator[None]:
         with self._cluster.without_controller():
             yield
-
-    def _node_of(self, process: psutil.Process) -> str:
-        return next(
-            node for node in self._cluster.nodes if process in self._cluster.processes(node)
-        )

@@ -1,8 +1,10 @@
 """What every pool promises, on those that can run on this machine."""
 
 import asyncio
+import os
+import signal
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
 from types import ModuleType
@@ -12,6 +14,7 @@ import psutil
 import pytest
 from tenacity import RetryError
 
+from services.contract.messages.facts import GangEnded, NodeJoined
 from services.contract.words.ids import NodeId
 from services.controller.domain.scheduling.reservations import Sighting
 from services.controller.ports.pools import (
@@ -20,19 +23,22 @@ from services.controller.ports.pools import (
     PoolError,
     PoolRefusedError,
 )
-from tests.parts import gone
+from tests.agent.conftest import NODE, PROGRAMS, Controller, is_gone, running
+from tests.parts import ROOT, gone
 from tests.pools import kube_cluster, ray_cluster, slurm_cluster
-from tests.pools.kube_world import KubeWorld
+from tests.pools.kube_world import ControlledKubeWorld, KubeWorld
 from tests.pools.ray_world import RayWorld
 from tests.pools.slurm_world import SlurmWorld
 from tests.waiting import until
 
-WORLDS: dict[str, tuple[ModuleType, type[SlurmWorld | RayWorld | KubeWorld]]] = {
+PLANE = "control-plane"
+WORLDS: dict[str, tuple[ModuleType, Callable[..., SlurmWorld | RayWorld | KubeWorld]]] = {
     "slurm": (slurm_cluster, SlurmWorld),
     "ray": (ray_cluster, RayWorld),
     "kubernetes": (kube_cluster, KubeWorld),
+    PLANE: (kube_cluster, ControlledKubeWorld),
 }
-PROGRAM = Path(__file__).parent / "agent_process.py"
+STAND_IN = Path(__file__).parent / "agent_process.py"
 QUOTED = 'it\'s $word\n`and` "has" all'
 
 
@@ -104,7 +110,7 @@ class Reserved:
     def agents(self, *more: str) -> Mapping[NodeId, AgentProcess]:
         return {
             name: AgentProcess(
-                (sys.executable, str(PROGRAM), str(self.folder / name), *more),
+                (sys.executable, str(STAND_IN), str(self.folder / name), *more),
                 {**self.world.marks, "MESHLOOM_NODE_ID": name, "OUR_WORD": QUOTED},
             )
             for name in self.node_ids
@@ -154,6 +160,37 @@ class Reserved:
         until(look, every_s=0.2)
 
 
+class FencedNode:
+    """A node whose agent is real, with this test as its controller.
+
+    Args:
+        world: Brings it.
+        redis_url: Of its agents.
+    """
+
+    def __init__(self, world: World, redis_url: str) -> None:
+        self._world = world
+        self._redis_url = redis_url
+
+    def launch(self, reservation_id: str, folder: Path, *program: str) -> Reserved:
+        """Ask for it in a reservation of this name; ``program`` runs its agent."""
+        reserved = Reserved(self._world, reservation_id, 1, folder)
+        command = (*program, sys.executable, "-m", "services.worker.agent")
+        environment = {
+            **self._world.marks,
+            "MESHLOOM_REDIS_URL": self._redis_url,
+            "MESHLOOM_HOME": str(folder / "home"),
+            "MESHLOOM_NODE_ID": NODE,
+            "MESHLOOM_USER_PATH": str(PROGRAMS),
+            "MESHLOOM_TRAINER": "rank_program:train",
+            "MESHLOOM_ADDRESS": "127.0.0.1",
+            "PYTHONPATH": str(ROOT),
+        }
+        agents = {reserved.node_ids[0]: AgentProcess(command, environment)}
+        asyncio.run(reserved.pool.provision(reserved.id, agents))
+        return reserved
+
+
 def nothing_is_left(world: World) -> None:
     """Wait until no process of any reservation lives."""
     try:
@@ -163,13 +200,17 @@ def nothing_is_left(world: World) -> None:
         pytest.fail(f"still there: {left}")
 
 
-@pytest.fixture(scope="module", params=["slurm", "ray", "kubernetes"])
+@pytest.fixture(
+    scope="module",
+    params=["slurm", "ray", "kubernetes", pytest.param(PLANE, marks=pytest.mark.kubernetes)],
+)
 def shared_world(request: pytest.FixtureRequest) -> Iterator[World]:
     cluster, make = WORLDS[request.param]
     reason = cluster.why_not_here()
     if reason is not None:
         pytest.skip(reason)
-    with make() as world:
+    given = (request.getfixturevalue("kube_programs"),) if request.param == PLANE else ()
+    with make(*given) as world:
         yield world
 
 
@@ -311,6 +352,56 @@ def test_agents_that_do_not_end_in_their_grace_are_killed(world: World, tmp_path
     until(lambda: gone(list(agents.values())))
     assert reserved.told() == set(reserved.node_ids)
     nothing_is_left(world)
+
+
+def test_of_a_node_that_is_launched_twice_the_first_agent_trains_on_and_the_second_one_ends(
+    world: World, tmp_path: Path, redis_url: str
+) -> None:
+    """As by a controller that lost its record, or by a scheduler that queued a batch job again."""
+    node, controller = FencedNode(world, redis_url), Controller(redis_url)
+    controller.open_job()
+    first = node.launch("comes-first", tmp_path / "first")
+    controller.fact(NodeJoined)
+    ranks = running(controller).pids.values()
+
+    said, code = tmp_path / "said", tmp_path / "code"
+    noting = f'"$0" "$@" 2>{said}; code=$?; echo $code >{code}; exit $code'
+    second = node.launch("comes-second", tmp_path / "second", "sh", "-c", noting)
+    until(second.is_seen_gone)
+    second.release()
+    until(lambda: code.exists() and code.read_text() == "3\n")
+    assert "in use by another agent" in said.read_text()
+    step = controller.steps()[-1].step
+    until(lambda: controller.steps()[-1].step > step)
+    assert not any(map(is_gone, ranks))
+    assert len(controller.all_of(NodeJoined)) == 1
+    assert not controller.all_of(GangEnded)
+    sighting = until(first.sighting)
+    assert (sighting.is_held, sighting.is_whole, sighting.reason) == (True, True, "")
+
+    first.release()
+    until(lambda: all(map(is_gone, ranks)))
+    nothing_is_left(world)
+    controller.client.close()
+
+
+def test_a_rank_that_is_killed_costs_its_gang_and_no_node(
+    world: World, tmp_path: Path, redis_url: str
+) -> None:
+    node, controller = FencedNode(world, redis_url), Controller(redis_url)
+    controller.open_job()
+    reserved = node.launch("loses-a-rank", tmp_path / "agent")
+    controller.fact(NodeJoined)
+    ranks = running(controller).pids
+    os.kill(ranks[1], signal.SIGKILL)
+    (end,) = until(lambda: controller.all_of(GangEnded))
+    assert {each.rank: each.signal for each in end.exits}[1] == signal.SIGKILL
+    assert all(map(is_gone, ranks.values()))
+    sighting = until(reserved.sighting)
+    assert (sighting.is_held, sighting.is_whole, sighting.reason) == (True, True, "")
+    reserved.release()
+    nothing_is_left(world)
+    controller.client.close()
 
 
 def test_a_scheduler_that_does_not_answer_is_no_refusal(world: World, tmp_path: Path) -> None:

@@ -1,6 +1,7 @@
 """Commands of Slurm that misbehave: programs that stand in their place."""
 
 import asyncio
+import contextlib
 from pathlib import Path
 
 import psutil
@@ -52,6 +53,12 @@ def test_only_batch_jobs_of_this_owner_and_pool_are_seen(tmp_path: Path) -> None
         "5|RUNNING|None|theirs-d|meshloom owner=theirs pool=hpc nodes=1",
         "6|RUNNING|None|a|b|(null)",
         "7|RUNNING|None|c|",
+        # Batch jobs of the same account whose comments we did not write.
+        f"8|RUNNING|None|ours-d|meshloom owner=ours pool=hpc nodes={'1' * 4_000}x",
+        "9|RUNNING|None|ours-e|meshloom owner=ours pool=hpc nodes=1-2-3",
+        "10|RUNNING|None|ours-f|meshloom owner=ours pool=hpc nodes=1,",
+        "meshloom owner=ours pool=hpc nodes=1",
+        "x|RUNNING|None|ours-g|meshloom owner=ours pool=hpc nodes=1",
     ]
     (tmp_path / "said").write_text("\n".join(lines) + "\n")
     pool = pool_with(tmp_path, squeue=f"cat {tmp_path}/said")
@@ -64,6 +71,14 @@ def test_only_batch_jobs_of_this_owner_and_pool_are_seen(tmp_path: Path) -> None
         ),
         Sighting("b", ("hpc-9",), is_held=True, reason="Priority"),
     ]
+
+
+def test_of_a_batch_job_no_more_nodes_are_read_than_a_pool_may_have(tmp_path: Path) -> None:
+    every = ",".join(["0-99999"] * 5_000)
+    line = f"1|RUNNING|None|ours-a|meshloom owner=ours pool=hpc nodes={every}"
+    (tmp_path / "said").write_text(line + "\n")
+    (seen,) = asyncio.run(pool_with(tmp_path, squeue=f"cat {tmp_path}/said").sightings())
+    assert len(seen.node_ids) == 10_000
 
 
 def test_the_script_goes_by_standard_input_and_the_environment_of_the_controller_nowhere(
@@ -127,3 +142,23 @@ def test_what_runs_is_asked_to_end_and_cancelled_when_it_is_late(
     )
     asyncio.run(pool.release("id"))
     assert (tmp_path / "words").read_text() == said
+
+
+@pytest.mark.parametrize(
+    ("complaints", "is_refused"),
+    [
+        (("Kill job error on job id 3: Invalid job id specified",), False),
+        (("Kill job error on job id 3: Job/step already completing or completed",) * 2, False),
+        (("Kill job error on job id 3: Invalid job id specified", "Access denied"), True),
+        ((), True),
+    ],
+)
+def test_a_batch_job_that_has_ended_since_the_look_is_nothing_to_complain_of(
+    tmp_path: Path, complaints: tuple[str, ...], *, is_refused: bool
+) -> None:
+    line = "3|RUNNING|None|ours-id|meshloom owner=ours pool=hpc nodes=1"
+    told = [f'echo "scancel: error: {complaint}" >&2' for complaint in complaints]
+    pool = pool_with(tmp_path, squeue=f'echo "{line}"', scancel="\n".join((*told, "exit 1")))
+    expected = pytest.raises(PoolError) if is_refused else contextlib.nullcontext()
+    with expected:
+        asyncio.run(pool.release("id"))

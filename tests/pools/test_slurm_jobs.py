@@ -15,9 +15,7 @@ from tests.waiting import until
 pytestmark = [
     pytest.mark.ranks,
     pytest.mark.redis,
-    pytest.mark.timeout(
-        900
-    ),  # a scheduler and six agents start, which takes long on a busy machine
+    pytest.mark.timeout(900),  # a scheduler and six agents: long on a busy machine
     pytest.mark.skipif(why_not_here() is not None, reason=why_not_here() or ""),
 ]
 
@@ -60,9 +58,7 @@ def test_a_job_waits_trains_moves_before_a_time_limit_survives_a_lost_node_and_g
     one, two = cluster.client.attempts(job.id).items
     assert (one.exit_reason, two.resumed_from is not None) == ("node_drained", True)
 
-    rank = cluster.rank_pid(job.id, 1, attempt=2)
-    (lost,) = (name for name in slurm.nodes if rank in slurm.processes(name))
-    slurm.kill_node(lost)
+    slurm.kill_node_of(cluster.rank_pid(job.id, 1, attempt=2))
     cluster.at_step(job.id, 1, attempt=3)
     set_pace(tmp_path, 0.0)
     done = cluster.rested(job.id)

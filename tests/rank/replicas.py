@@ -104,8 +104,8 @@ class ReplicaJob:
         """Reads until the ranks of a replica have built their models."""
         self.until(lambda: all(self.of_kind(rank, RankReady) for rank in self.ranks_of(replica)))
 
-    def decide(self, members: tuple[int, ...]) -> None:
-        """Tells all members of the next epoch."""
+    def decide(self, members: tuple[int, ...]) -> RankOrder:
+        """Tells all members of the next epoch; answers with what they are told."""
         self.epoch += 1
         self.members = members
         told = ReplicaSet(
@@ -114,9 +114,11 @@ class ReplicaJob:
             host="127.0.0.1",
             port=self._ports[members[-1]],
         )
+        order = RankOrder(replicas=told)
         for member in members:
             for rank in self.ranks_of(member):
-                self.order(rank, RankOrder(replicas=told))
+                self.order(rank, order)
+        return order
 
     def lose(self, replica: int) -> None:
         """SIGKILL to its ranks; the others are told once they are dead."""
@@ -248,5 +250,5 @@ class ReplicaJob:
             threads=1,
             hears_metrics=True,
             returns=self._lives[rank] > 1,
-            data_roots=(str(self.spec.data.args["library"] if self.spec.data else self.root),),
+            data_roots=(str((self.spec.data and self.spec.data.args.get("library")) or self.root),),
         )

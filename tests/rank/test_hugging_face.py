@@ -25,7 +25,7 @@ from tests.forking import HUGGING_FACE
 from tests.rank.gang import JOB, Ranks
 from tests.rank.user_data import Counting
 
-pytestmark = pytest.mark.ranks
+pytestmark = [pytest.mark.ranks, pytest.mark.system]
 
 Spec = Callable[..., JobSpec]
 WIDTHS = {

@@ -12,7 +12,8 @@ from torch import nn
 from torch.nn import functional
 
 from fsdp_core.plan.model import SGD, Conditions, ModelProfile
-from fsdp_core.plan.profiling import ModelUnderStudy, profile_model
+from fsdp_core.plan.profiling import profile_model
+from fsdp_core.plan.study import ModelUnderStudy
 from services.contract.jobs.specs import JobSpec
 from services.contract.messages.probe_programs import ProbeSeat
 from services.contract.messages.probing import ModelProbed, ProbeModel

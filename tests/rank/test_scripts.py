@@ -19,7 +19,7 @@ from services.contract.words.states import RankPhase
 from services.local.settings import child_environment
 from tests.rank.gang import Attempt, Ranks, ranks_below
 
-pytestmark = pytest.mark.ranks
+pytestmark = [pytest.mark.ranks, pytest.mark.system]
 
 ROOT = Path(__file__).parents[2]
 EXAMPLES = ROOT / "examples"

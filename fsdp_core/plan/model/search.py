@@ -20,9 +20,8 @@ from fsdp_core.plan.model.space import Layout, LayoutSpace
 _MESHES = 6
 _FLIPPED = 3
 _DEEPER = 2
-# What another layout's seconds must be below, as a part of the default's, with its micro-batch and
-# with another one: how a pass grows with its samples is the least certain part of an estimate.
-_FASTER = 0.97
+# What another layout's seconds must be below, as a part of the default's: what a node measures of its
+# collectives within seconds varies by as much, and a layout that is not the default must not be slower.
 _CLEARLY_FASTER = 0.9
 
 
@@ -101,14 +100,14 @@ def _closest(best: Found, usual: Found, known: Iterable[Found]) -> Found:
     alike = (each for each in known if each.candidate.fits and not each.layout.offload)
     alike = (each for each in alike if each.layout.micro_batch == usual.layout.micro_batch)
     other = min(alike, key=lambda each: each.key, default=usual)
-    kept = other if _is_below(other, usual, _FASTER) else usual
-    return best if _is_below(best, kept, _CLEARLY_FASTER) else kept
+    kept = other if _is_below(other, usual) else usual
+    return best if _is_below(best, kept) else kept
 
 
-def _is_below(one: Found, other: Found, part: float) -> bool:
+def _is_below(one: Found, other: Found) -> bool:
     """By seconds; where these are not known, bytes say too little of what a pass costs."""
     mine, its = one.candidate.estimate.time, other.candidate.estimate.time
-    return mine is not None and its is not None and mine.total < part * its.total
+    return mine is not None and its is not None and mine.total < _CLEARLY_FASTER * its.total
 
 
 def _sorted_out(

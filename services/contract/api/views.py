@@ -131,6 +131,10 @@ class JobView(_View):
     exit_reason: ExitReason | None = None
     failure: FailureView | None = None
     progress: Progress
+    telemetry_away: bool = Field(
+        default=False,
+        description="whether the Redis for telemetry does not answer: progress is then what the job's record has",
+    )
     evaluation: Evaluation | None = None
     attempt: int = Field(0, description="number of the newest attempt, its fence; 0 before")
     restarts: int = 0

@@ -70,6 +70,11 @@ class GangPlan(BaseModel):
         """What it takes of each node; kept, for the leader asks at each look."""
         return taken_by(self.ranks)
 
+    @cached_property
+    def text(self) -> str:
+        """As JSON; kept, for a thousand ranks are most of what the view of their job takes."""
+        return self.model_dump_json()
+
 
 def default_micro_batch(per_rank: int, length: int) -> int:
     """Sequences of one pass where nobody chose: as many as keep it at 16 384 tokens or fewer.

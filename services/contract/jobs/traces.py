@@ -92,7 +92,7 @@ class TraceRequest(BaseModel):
 
 
 class TraceFileView(BaseModel):
-    """One rank's file. ``path`` is on the node; ``bytes`` compressed; the steps are the first and last."""
+    """One rank's file. ``path`` is on the node, or an address in the bucket; ``bytes`` compressed; the steps are the first and last."""
 
     model_config = ConfigDict(frozen=True, json_schema_serialization_defaults_required=True)
 

@@ -119,8 +119,10 @@ class BoardSnapshot:
     completed: Sequence[int] = field(default=(0,) * MAX_GROUPS)
 
 
-def _with_room(path: Path) -> int:
-    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, _NEW_FILE)
+def _with_room(path: Path, flags: int = 0) -> int:
+    # A rank may hold a lease on a file that it put there: without O_NONBLOCK the kernel has whoever opens it wait.
+    flags |= os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
+    descriptor = os.open(path, flags, _NEW_FILE)
     try:
         # Not truncate: a store into a page for which a full tmpfs has no room kills the rank.
         os.posix_fallocate(descriptor, 0, BOARD_BYTES)
@@ -255,9 +257,9 @@ class BoardReader:
         So the rank will not lack room, and whatever it does with the file's name, this is its board.
 
         Raises:
-            OSError: There is no room for it.
+            OSError: There is no room for it, or something of that name.
         """
-        return cls(_with_room(path))
+        return cls(_with_room(path, os.O_EXCL))
 
     @classmethod
     def open(cls, path: Path) -> Self:

@@ -33,6 +33,13 @@ class LaunchGang(OfAttempt):
     store: Address | None = None
 
 
+class LoadCheckpoint(OfAttempt):
+    """Have the checkpoint on this node, where ranks of the attempt are about to be launched. It is not answered."""
+
+    kind: Literal["load_checkpoint"] = "load_checkpoint"
+    checkpoint_id: CheckpointId
+
+
 class StopGang(OfAttempt):
     """Stop all ranks of the attempt on this node.
 
@@ -104,11 +111,13 @@ class CommitCheckpoint(OfAttempt):
 class RetireCheckpoint(OfAttempt):
     """Link the deletion of a committed checkpoint into the chain, then remove its shard files.
 
-    ``fence`` is that of the job's newest attempt.
+    ``fence`` is that of the job's newest attempt. ``kept``: the newest committed ones, for which retention
+    gives it up; it stays unless the chain commits all of them, for any agent can say that it does.
     """
 
     kind: Literal["retire_checkpoint"] = "retire_checkpoint"
     checkpoint_id: CheckpointId
+    kept: Annotated[tuple[CheckpointId, ...], AtMostOnePerRank] = ()
 
 
 class VerifyCheckpoint(OfAttempt):
@@ -172,6 +181,7 @@ Command = Annotated[
     | SetReplicas
     | ReturnReplica
     | TakeCheckpoint
+    | LoadCheckpoint
     | DiagnoseGang
     | RecordTrace
     | RemoveTraces

@@ -19,6 +19,8 @@ from services.contract.words.bounds import (
     Digest,
     ErrorTypes,
     EvaluationMetrics,
+    FewDevices,
+    FewGangs,
     Incarnation,
     Name,
     Notices,
@@ -48,14 +50,14 @@ class Inventory(Message):
     """The resources of a node. ``cpu_slots`` is how many CPU ranks it runs at a time.
 
     ``storage_id``: the name that the storage of checkpoints has for all nodes that share it; None: unknown.
-    ``storage_fault``: why no job could use it when the agent started, as far as that was tried.
+    ``storage_fault``: why no job can use it, as far as its agent has tried.
     """
 
     hostname: Name
     cpu_slots: Whole
     cpu_count: Positive
     memory_bytes: Whole
-    accelerators: Annotated[tuple[Device, ...], AtMostOnePerRank] = ()
+    accelerators: Annotated[tuple[Device, ...], FewDevices] = ()
     versions: Versions = Field(default_factory=dict)
     storage_id: Name | None = None
     storage_fault: Text | None = None
@@ -80,7 +82,7 @@ class NodeJoined(Message):
     incarnation: Incarnation
     number: Whole = 0
     inventory: Inventory
-    gangs: Annotated[tuple[RunningGang, ...], AtMostOnePerRank] = ()
+    gangs: Annotated[tuple[RunningGang, ...], FewGangs] = ()
 
 
 class NodeLeaving(Message):
@@ -115,6 +117,17 @@ class GangLaunched(_GangFact):
     pids: Annotated[dict[Whole, Whole], AtMostOnePerRank]
     store: Address | None = None
     addresses: Addresses = ()
+
+
+class LaunchLoads(_GangFact):
+    """Before it starts its ranks, an agent loads the checkpoint from the bucket: so many bytes of so many so far.
+
+    Told every few seconds while bytes come.
+    """
+
+    kind: Literal["launch_loads"] = "launch_loads"
+    bytes: Whole
+    of: Whole
 
 
 class LaunchRefused(_GangFact):
@@ -393,6 +406,13 @@ class ReplicaLost(_GangFact):
     exits: Annotated[tuple[RankExit, ...], AtMostOnePerRank] = ()
 
 
+class EpochBroken(_GangFact):
+    """The connections between replicas broke in this epoch, though none is dead as far as its ranks were told."""
+
+    kind: Literal["epoch_broken"] = "epoch_broken"
+    epoch: Positive
+
+
 class GangDiagnosed(_GangFact):
     """What the agent found when it was asked to look into its ranks."""
 
@@ -423,6 +443,7 @@ Fact = Annotated[
     | NodeLeaving
     | NodeLeft
     | GangLaunched
+    | LaunchLoads
     | LaunchRefused
     | GangProgressed
     | CheckpointBegan
@@ -446,6 +467,7 @@ Fact = Annotated[
     | Evaluated
     | ReplicaReady
     | ReplicaLost
+    | EpochBroken
     | GangDiagnosed
     | GangEnded
     | ModelProbed

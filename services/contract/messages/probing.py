@@ -1,9 +1,10 @@
 """A model that is profiled on a node before any rank of it runs, and what nodes measure of themselves."""
 
 import functools
-from typing import Annotated, Any, Literal
+from collections.abc import Mapping
+from typing import Annotated, Any, Final, Literal
 
-from pydantic import Field, JsonValue, TypeAdapter, WrapValidator
+from pydantic import BeforeValidator, Field, JsonValue, TypeAdapter, WrapValidator
 from pydantic_core import SchemaValidator
 
 from fsdp_core.plan.model import (
@@ -20,6 +21,8 @@ from services.contract.words.bounds import Incarnation, Positive, Text, Tracebac
 from services.contract.words.ids import NodeId, ProbeId
 
 DeviceType = Literal["cpu", "cuda"]
+_MOST_DTYPES: Final = 64
+_DTYPE_CHARACTERS: Final = 32
 
 
 def _failing_fast(schema: Any) -> Any:  # noqa: ANN401 (any part of a core schema)
@@ -44,6 +47,17 @@ def _profile_validator() -> SchemaValidator:
     return SchemaValidator(_failing_fast(TypeAdapter(ModelProfile).core_schema))
 
 
+def _of_few_dtypes(facts: object) -> object:
+    """What a node measured, which each look of the controller reads again."""
+    rates = facts.get("matmul_flops") if isinstance(facts, Mapping) else None
+    if isinstance(rates, Mapping) and (
+        len(rates) > _MOST_DTYPES or any(len(name) > _DTYPE_CHARACTERS for name in rates)
+    ):
+        raise ValueError(f"more than {_MOST_DTYPES} dtypes, or a name that no dtype has")
+    return facts
+
+
+MeasuredFacts = Annotated[NodeFacts, BeforeValidator(_of_few_dtypes)]
 Profile = Annotated[
     ModelProfile, WrapValidator(lambda value, _: _profile_validator().validate_python(value))
 ]
@@ -121,6 +135,6 @@ class NodeMeasured(Message):
     node_id: NodeId
     incarnation: Incarnation
     device_type: DeviceType
-    facts: NodeFacts | None = None
+    facts: MeasuredFacts | None = None
     failure: Text | None = None
     detail: dict[str, JsonValue] = Field(default_factory=dict)

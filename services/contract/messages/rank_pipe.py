@@ -195,6 +195,13 @@ class RankTraceFailed(Message):
     reason: Text
 
 
+class RankEpochBroken(Message):
+    """Rank to agent: the connections between replicas broke, and for some seconds nobody said that a replica is lost."""
+
+    kind: Literal["rank_epoch_broken"] = "rank_epoch_broken"
+    epoch: Annotated[int, Field(ge=1)]
+
+
 class RankFailed(Message):
     """Rank to agent: an exception ends this rank.
 
@@ -231,6 +238,7 @@ RankMessage = Annotated[
     | RankMetrics
     | RankTraced
     | RankTraceFailed
+    | RankEpochBroken
     | RankFailed
     | RankFinished,
     Field(discriminator="kind"),

@@ -4,6 +4,7 @@ One JSON object a line, both ways. Descriptors travel with the line that says ho
 (SCM_RIGHTS): a warm process's channel and lifeline; the two of the rank's end of its pipe, for rank 0
 the bound rendezvous socket, and a file without a name that holds the rank's secrets. For every rank
 begins with a copy of what the warm process has read, and the secrets of other jobs must not be in it.
+Those of a program that is run for one answer are listed at `ForkProgram`.
 """
 
 import json
@@ -56,15 +57,33 @@ class ForkWarm(_WarmMessage):
     descriptors: Literal[2] = 2
 
 
+class ForkProgram(_WarmMessage):
+    """Agent to template: fork a process for a program that is run for one answer.
+
+    Answered like `ForkWarm`.
+
+    Attributes:
+        mark: Of that process and all that it starts.
+        program: The module, which has ``main(asked: Question)``.
+        descriptors: The end of a socket for the question, a file for the answer, one for its
+            output, and the reading end of a pipe with whose end it dies.
+    """
+
+    kind: Literal["fork_program"] = "fork_program"
+    mark: str = Field(max_length=len(BLANK_MARK))
+    program: str
+    descriptors: Literal[4] = 4
+
+
 class WarmForked(_WarmMessage):
-    """Template to agent: the warm process lives."""
+    """Template to agent: the process lives."""
 
     kind: Literal["warm_forked"] = "warm_forked"
     pid: int
 
 
 class WarmRefused(_WarmMessage):
-    """Template to agent: there is no warm process to be had from it."""
+    """Template to agent: it cannot fork one."""
 
     kind: Literal["warm_refused"] = "warm_refused"
     reason: str
@@ -111,6 +130,7 @@ class RankReaped(_WarmMessage):
 WarmMessage = Annotated[
     TemplateReady
     | ForkWarm
+    | ForkProgram
     | WarmForked
     | WarmRefused
     | ForkRank

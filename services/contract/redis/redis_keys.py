@@ -117,6 +117,8 @@ LAST_KEPT: Final = 4
 LAST_EVENTS_KEPT: Final = 8
 # Of a model's profile the most; to parse so much takes less than a lease.
 LONGEST_FACT: Final = 8 << 20
+# As `proto-max-bulk-len` is set: Redis closes the connection of one that sends more, and does not say why.
+LONGEST_TEXT: Final = 16 << 20
 LOGS_KEPT: Final = 20_000
 STEPS_KEPT: Final = 200_000
 METRICS_KEPT: Final = 50_000

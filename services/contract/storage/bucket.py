@@ -6,6 +6,7 @@ threads. Endpoint, region and credentials are those of boto3: its environment va
 
 import base64
 import contextlib
+import errno
 import hashlib
 import os
 import threading
@@ -190,16 +191,26 @@ class Bucket:
             "server with conditional writes"
         )
 
-    def upload(self, name: str, path: Path, go_on: Callable[[], None] = lambda: None) -> None:
+    def upload(
+        self,
+        name: str,
+        path: Path,
+        go_on: Callable[[], None] = lambda: None,
+        size: int | None = None,
+    ) -> None:
         """Upload a plain file, in parts where it is long; an upload that failed goes on behind the parts that are there.
 
         Args:
             name: Of the object, which is there whole or not at all.
             path: The file.
             go_on: Called before each part; what it raises ends the upload.
+            size: How many bytes it must have; None: any number. Parts of a file that has grown since it
+                was checked could be longer than the memory.
         """
         with open(open_plain(path), "rb", buffering=0) as file:  # noqa: PTH123 a descriptor, not a path
             about = os.fstat(file.fileno())
+            if size is not None and about.st_size != size:
+                raise OSError(errno.EFBIG, f"it has {about.st_size} bytes by now, not {size}")
             if about.st_size <= self._part_bytes:
                 go_on()
                 self._put(name, _read_at(file, 0, about.st_size))

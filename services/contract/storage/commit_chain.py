@@ -38,6 +38,7 @@ from services.contract.storage.manifests import (
 from services.contract.storage.record_files import FolderRecords, RecordFiles
 from services.contract.system.durable import make_folders, read_plain, sync_folder, write_new
 from services.contract.system.rank_user import RankUser
+from services.contract.words.bounds import MOST_WHOLE
 
 _FENCE_AT_END: Final = re.compile(r"-s\d{9}-a(\d{4,})$")
 _NUMBER: Final = re.compile(r"[0-9]{8}")
@@ -263,7 +264,9 @@ class CommitChain:
 
     def _named_fences(self) -> list[int]:
         names = (path.name.removeprefix(_OPENED) for path in self._folder.glob(f"{_OPENED}*"))
-        return [int(name) for name in names if name.isdecimal()]
+        # A rank may have made one of hundreds of digits, which no record or message holds.
+        fences = (int(name) for name in names if name.isdecimal())
+        return [fence for fence in fences if fence <= MOST_WHOLE]
 
     def _name_fence(self, fence: int) -> None:
         # Made durable with the record that follows it.

@@ -24,7 +24,7 @@ _NOTICES_KEPT: Final = 8
 _VERSIONS_KEPT: Final = 64
 _GROUPS_KEPT: Final = 64
 _ADDRESSES_KEPT: Final = 16
-_MOST: Final = (1 << 63) - 1
+MOST_WHOLE: Final = (1 << 63) - 1
 MOST_SECONDS: Final = 1e9
 """No duration that a rank reports is longer: some thirty years. Beyond it sums would overflow."""
 MOST_MS: Final = 253_402_300_799_000
@@ -73,7 +73,10 @@ def cut_to(limit: int) -> BeforeValidator:
     """Of a text: has it ``shortened``."""
 
     def cut(value: object) -> object:
-        return shortened(value, limit) if isinstance(value, str) else value
+        # Of thousands of ranks a second these are short and plain.
+        if not isinstance(value, str) or (len(value) <= limit and value.isascii()):
+            return value
+        return shortened(value, limit)
 
     return BeforeValidator(cut)
 
@@ -82,12 +85,10 @@ def _few_baselines(baselines: object) -> object:
     """The first of them that are finite, for JSON has no word for other numbers; names cut."""
     if not isinstance(baselines, dict):
         return baselines
-    finite = [
-        (shortened(str(name), NAME_CHARACTERS), float(value))
-        for name, value in baselines.items()
-        if _is_finite(value)
-    ]
-    return dict(finite[:BASELINES_KEPT])
+    # No more are looked at than are kept: a line of a megabyte has room for a hundred thousand.
+    finite = ((name, float(value)) for name, value in baselines.items() if _is_finite(value))
+    first = itertools.islice(finite, BASELINES_KEPT)
+    return {shortened(str(name), NAME_CHARACTERS): value for name, value in first}
 
 
 def _few_metrics(values: object, most: int = METRIC_NAMES_KEPT) -> object:
@@ -114,7 +115,7 @@ def metric_name(name: str) -> str:
 def _is_finite(value: object) -> bool:
     if isinstance(value, float):
         return math.isfinite(value)
-    return isinstance(value, int) and abs(value) <= _MOST
+    return isinstance(value, int) and abs(value) <= MOST_WHOLE
 
 
 def _first(limit: int) -> BeforeValidator:
@@ -134,9 +135,9 @@ def _at_most(limit: int) -> BeforeValidator:
     return BeforeValidator(check)
 
 
-Whole = Annotated[int, Field(ge=0, le=_MOST)]
+Whole = Annotated[int, Field(ge=0, le=MOST_WHOLE)]
 """Of 64 bits: one of hundreds of digits has no float, and whatever counts with it fails."""
-Positive = Annotated[int, Field(ge=1, le=_MOST)]
+Positive = Annotated[int, Field(ge=1, le=MOST_WHOLE)]
 """The same, from 1."""
 Code = Annotated[int, Field(ge=-(1 << 31), lt=1 << 31)]
 """What a process ended with: an exit code, a signal."""
@@ -169,7 +170,13 @@ EvaluationMetrics = Annotated[
 ]
 """The same of a validation pass, of which a job's record keeps many: at most 16."""
 Versions = Annotated[dict[Name, Name], _at_most(_VERSIONS_KEPT)]
-Numbers = Annotated[dict[GroupName, int], _at_most(_GROUPS_KEPT)]
+Numbers = Annotated[
+    dict[GroupName, Annotated[int, Field(ge=-MOST_WHOLE, le=MOST_WHOLE)]], _at_most(_GROUPS_KEPT)
+]
 """Collective sequence numbers by process group."""
+FewDevices: Final = _at_most(1_024)
+"""For accelerators of a node: each look of the controller reads those of all nodes."""
+FewGangs: Final = _at_most(1_024)
+"""For gangs of a node: of each the controller reads the job when the node joins."""
 AtMostOnePerRank: Final = _at_most(MOST_RANKS)
 """For what has an item a rank, or fewer."""

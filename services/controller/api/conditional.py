@@ -30,7 +30,7 @@ def answer(
 ) -> Response:
     """``view`` as JSON with its ETag; 304 if a GET shows that the client has it."""
     revision = f"{view.revision}." if isinstance(view, JobView) else ""
-    body = view.model_dump_json().encode()
+    body = _text(view).encode()
     return _answer(request, body, revision=revision, status=status, headers=headers)
 
 
@@ -53,10 +53,18 @@ async def answer_page(
     request: Request, page: JobPage, *, headers: dict[str, str] | None = None
 ) -> Response:
     """As ``answer``, of a list with items of up to 64 KiB each: others have their turn between them."""
-    items = [item.model_dump_json() async for item in in_turns(page.items)]
+    items = [_text(item) async for item in in_turns(page.items)]
     rest = page.model_dump_json(exclude={"items"})
     body = f'{{"items":[{",".join(items)}],{rest[1:]}'.encode()
     return _answer(request, body, headers=headers)
+
+
+def _text(view: BaseModel) -> str:
+    """As JSON; what a job's view shares with all earlier ones is not written again."""
+    if not isinstance(view, JobView) or view.plan is None:
+        return view.model_dump_json()
+    rest = view.model_dump_json(exclude={"plan"})
+    return f'{rest[:-1]},"plan":{view.plan.text}}}'
 
 
 def revisions_matched(if_match: str | None) -> frozenset[int] | None:

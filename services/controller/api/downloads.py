@@ -1,6 +1,8 @@
 """Files as answers: whole or a range of bytes (RFC 9110, section 14), by their digest's ETag."""
 
+import functools
 import re
+import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from http import HTTPStatus
 from typing import Final
@@ -14,6 +16,7 @@ from services.controller.api.sse import StreamSlots, Viewer
 from services.controller.domain.errors import RangeNotSatisfiableError
 
 Content = Callable[[int, int], Awaitable[AsyncIterator[bytes]]]
+_LOOK_EVERY_S: Final = 1.0
 _RANGE: Final = re.compile(r"bytes=([0-9]{0,19})-([0-9]{0,19})")
 
 
@@ -22,7 +25,7 @@ async def download(
 ) -> Response:
     """The file, or the range of it that is asked for; 304 if the client has it.
 
-    It takes a slot of the streams until its last byte is sent.
+    It takes a slot of the streams until its last byte is sent, and is cut short once the viewer may not read it any longer.
 
     Raises:
         RangeNotSatisfiableError: The range begins behind the end of the file.
@@ -52,7 +55,7 @@ async def download(
         slots.give_back(viewer.subject)
         raise
     status = HTTPStatus.OK if found is None else HTTPStatus.PARTIAL_CONTENT
-    return _SlottedDownload(parts, status, headers, lambda: slots.give_back(viewer.subject))
+    return _SlottedDownload(parts, status, headers, viewer, slots)
 
 
 def wanted_range(asked: str, size: int) -> tuple[int, int] | None:
@@ -84,13 +87,17 @@ class _SlottedDownload(StreamingResponse):
         parts: AsyncIterator[bytes],
         status: int,
         headers: dict[str, str],
-        give_back: Callable[[], None],
+        viewer: Viewer,
+        slots: StreamSlots,
     ) -> None:
         super().__init__(
-            parts, status_code=status, headers=headers, media_type="application/octet-stream"
+            _while_admitted(parts, viewer),
+            status_code=status,
+            headers=headers,
+            media_type="application/octet-stream",
         )
         self._parts = parts
-        self._give_back = give_back
+        self._give_back = functools.partial(slots.give_back, viewer.subject)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
@@ -100,3 +107,14 @@ class _SlottedDownload(StreamingResponse):
             close = getattr(self._parts, "aclose", None)
             if close is not None:
                 await close()
+
+
+async def _while_admitted(parts: AsyncIterator[bytes], viewer: Viewer) -> AsyncIterator[bytes]:
+    """The parts until the viewer's token is revoked or expires: a large file takes hours."""
+    looked_at = time.monotonic()
+    async for part in parts:
+        if time.monotonic() - looked_at >= _LOOK_EVERY_S:
+            looked_at = time.monotonic()
+            if await viewer.refused():
+                return
+        yield part

@@ -118,6 +118,13 @@ def no_plan(plan_id: str) -> NotFoundError:
     )
 
 
+class RecordTooLongError(StateConflictError):
+    """What is to be written has a text that Redis does not take: to write it again would fail again."""
+
+    def __init__(self, detail: str) -> None:
+        super().__init__(detail, code="record_too_long")
+
+
 class PreconditionRequiredError(MeshloomError):
     """The request must say, by ``If-Match``, on which revision of the job it was made."""
 
@@ -200,6 +207,10 @@ class StoreUnavailableError(MeshloomError):
     code = "store_unavailable"
     title = "The store does not answer"
     retry_after_s = 1
+
+
+class TelemetryUnavailableError(StoreUnavailableError):
+    """The server that has telemetry does not answer. All else goes on without it."""
 
 
 class RecordsAwayError(MeshloomError):

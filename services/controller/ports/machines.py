@@ -6,7 +6,13 @@ from enum import StrEnum
 from typing import Protocol
 
 from services.contract.messages.probing import DeviceType
-from services.contract.messages.telemetry import MetricRecord, RankSample, RankStacks, StepRecord
+from services.contract.messages.telemetry import (
+    MetricRecord,
+    RankProgress,
+    RankSample,
+    RankStacks,
+    StepRecord,
+)
 from services.controller.domain.scheduling.node import Drain, Lease, Measurement, Node
 
 
@@ -15,6 +21,10 @@ class NodeStore(Protocol):
 
     async def nodes(self) -> list[Node]:
         """All of them, by id."""
+        ...
+
+    async def node(self, node_id: str) -> Node | None:
+        """One of them; None where there is none that can be read."""
         ...
 
     async def put(self, node: Node, epoch: int, before: Node | None) -> None:
@@ -116,6 +126,10 @@ class Telemetry(Protocol):
         """The last sample of each rank, by job."""
         ...
 
+    async def progress(self, job_ids: Sequence[str]) -> Mapping[str, dict[int, RankProgress]]:
+        """The same, but only what the view of a job is made of."""
+        ...
+
     async def last_steps(
         self, job_ids: Sequence[str], count: int
     ) -> Mapping[str, list[StepRecord]]:
@@ -165,8 +179,10 @@ class Telemetry(Protocol):
         """Have a node's agent bring the rest from storage; answers whether nobody had asked yet."""
         ...
 
-    async def put_together(self, job_id: str) -> bool:
+    async def put_together(self, job_id: str, *, has_ended: bool) -> bool:
         """Put what an agent has brought back beside what is here, once that is all of it.
+
+        If the job has ended, it goes again after a while.
 
         Answers whether it was, and all that is kept is here now.
         """

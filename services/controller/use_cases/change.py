@@ -67,7 +67,13 @@ def decide_all(job: Job, occurrences: Sequence[Occurrence]) -> Decision:
         if is_stale(decision.job, event):
             _log.info("stale_fact", job_id=job.id, fence=job.fence, fact=type(event).__name__)
         elif is_foreign(decision.job, event):
-            _log.warning("foreign_fact", job_id=job.id, fact=repr(event)[:500])
+            _log.warning(
+                "foreign_fact",
+                job_id=job.id,
+                fact=type(event).__name__,
+                node_id=getattr(event, "node_id", None),
+                checkpoint=getattr(event, "checkpoint_id", None),
+            )
         decision = decision.then(decide(decision.job, event, now_ms))
     return decision
 

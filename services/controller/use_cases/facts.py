@@ -131,6 +131,10 @@ async def _keep_answer(ports: Ports, told: ReceivedFact, epoch: int) -> None:
         why = None if fact.failure is None else fact.failure.code
         _log.info("model_probed", probe_id=fact.probe_id, took_s=fact.took_s, failure=why)
     elif isinstance(fact, NodeMeasured):
+        # Of names that are no node's any number could be kept.
+        if await ports.nodes.node(fact.node_id) is None:
+            _log.warning("measurement_of_unknown_node", node_id=fact.node_id)
+            return
         found = nodes.measurement(fact, told.time_ms)
         await ports.nodes.keep_measured(fact.node_id, fact.device_type, found, epoch)
         _log.info("node_measured", node_id=fact.node_id, device_type=fact.device_type)
@@ -213,31 +217,41 @@ def _stacks(fact: Fact) -> list[RankStacks]:
 
 
 async def _apply_node_fact(ports: Ports, told: ReceivedFact, epoch: int) -> None:
-    fact = told.fact
-    known = {node.id: node for node in await ports.nodes.nodes()}
+    fact, fact_id = told.fact, told.entry.id
     if isinstance(fact, NodeJoined):
-        node = nodes.join(known.get(fact.node_id), fact, told.entry.id)
-        if node != known.get(fact.node_id):
-            # Before the join is remembered: what was told behind it must not be held against it.
-            if nodes.is_new_word(known.get(fact.node_id), fact, told.entry.id):
-                await _end_missing(ports, fact, epoch)
-            await ports.nodes.put(node, epoch, known.get(node.id))
-            _log.info("node_joined", node_id=node.id, incarnation=node.incarnation)
-        if node.fact_id == told.entry.id:
-            await _lose_gangs(ports, node, f"the agent of {node.id} was restarted", epoch)
-            await _kill_orphans(ports, fact.node_id, fact.gangs, epoch)
-    elif isinstance(fact, NodeLeaving) and fact.node_id in known:
-        node = nodes.set_out(known[fact.node_id], fact, told.entry.id)
-        if node != known[fact.node_id]:
-            await ports.nodes.put(node, epoch, known[node.id])
-            _log.info("node_leaving", node_id=node.id, grace_s=fact.grace_s)
-    elif isinstance(fact, NodeLeft) and fact.node_id in known:
-        node = nodes.leave(known[fact.node_id], fact, told.entry.id)
-        if node != known[fact.node_id]:
-            await ports.nodes.put(node, epoch, known[node.id])
-            _log.info("node_left", node_id=node.id)
-        if node.fact_id == told.entry.id:
-            await _lose_gangs(ports, node, f"the agent of {node.id} was stopped", epoch)
+        await _take_in(ports, fact, fact_id, epoch)
+    elif isinstance(fact, NodeLeaving | NodeLeft):
+        known = await ports.nodes.node(fact.node_id)
+        if known is not None:
+            await _let_leave(ports, known, fact, fact_id, epoch)
+
+
+async def _take_in(ports: Ports, fact: NodeJoined, fact_id: str, epoch: int) -> None:
+    known = await ports.nodes.node(fact.node_id)
+    node = nodes.join(known, fact, fact_id)
+    if node != known:
+        # Before the join is remembered: what was told behind it must not be held against it.
+        if nodes.is_new_word(known, fact, fact_id):
+            await _end_missing(ports, fact, epoch)
+        await ports.nodes.put(node, epoch, known)
+        _log.info("node_joined", node_id=node.id, incarnation=node.incarnation)
+    if node.fact_id == fact_id:
+        await _lose_gangs(ports, node, f"the agent of {node.id} was restarted", epoch)
+        await _kill_orphans(ports, fact.node_id, fact.gangs, epoch)
+
+
+async def _let_leave(
+    ports: Ports, known: Node, fact: NodeLeaving | NodeLeft, fact_id: str, epoch: int
+) -> None:
+    if isinstance(fact, NodeLeaving):
+        node = nodes.set_out(known, fact, fact_id)
+    else:
+        node = nodes.leave(known, fact, fact_id)
+    if node != known:
+        await ports.nodes.put(node, epoch, known)
+        _log.info("node_left" if node.left else "node_leaving", node_id=node.id)
+    if isinstance(fact, NodeLeft) and node.fact_id == fact_id:
+        await _lose_gangs(ports, node, f"the agent of {node.id} was stopped", epoch)
 
 
 async def _lose_gangs(ports: Ports, node: Node, reason: str, epoch: int) -> None:

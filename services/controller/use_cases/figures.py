@@ -11,7 +11,7 @@ from services.controller.domain.job.job import Job
 from services.controller.domain.scheduling.queue import in_order
 from services.controller.domain.scheduling.reservations import PoolLimits, Reservation
 from services.controller.ports.coordination import Ports
-from services.controller.use_cases.progress import measure
+from services.controller.use_cases.progress import if_it_answers, measure
 from services.controller.use_cases.queue import waits_since_ms
 from services.controller.use_cases.waiting import current_usages, reservations_now
 
@@ -95,12 +95,13 @@ async def job_figures(ports: Ports) -> tuple[Sequence[JobFigures], int]:
     running = [s.job for s in await ports.jobs.active() if _runs(s.job)]
     chosen = sorted(running, key=lambda job: job.created_ms)[-MOST_JOBS:]
     ids = [job.id for job in chosen]
-    samples = await ports.telemetry.samples(ids)
-    steps = await ports.telemetry.last_steps(ids, _STEPS)
+    all_samples = await if_it_answers(ports.telemetry.samples(ids))
+    steps = await if_it_answers(ports.telemetry.last_steps(ids, _STEPS))
     figures = []
     for job in chosen:
-        ranks = [s for s in samples[job.id].values() if s.fence == job.fence]
-        progress = measure(job, steps[job.id], samples[job.id])
+        samples = all_samples.get(job.id, {})
+        ranks = [s for s in samples.values() if s.fence == job.fence]
+        progress = measure(job, steps.get(job.id, ()), samples)
         scores = [s.straggler_score for s in ranks if s.straggler_score is not None]
         duration_s, age_s = _checkpoint(job, now_ms)
         figures.append(

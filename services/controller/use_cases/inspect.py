@@ -86,10 +86,10 @@ async def get_node(ports: Ports, node_id: str) -> NodeView:
     Raises:
         NotFoundError: There is none.
     """
-    found = [node for node in await ports.nodes.nodes() if node.id == node_id]
-    if not found:
+    found = await ports.nodes.node(node_id)
+    if found is None:
         raise no_node(node_id)
-    return (await _node_views(ports, found))[0]
+    return (await _node_views(ports, [found]))[0]
 
 
 async def _node_views(ports: Ports, nodes: Sequence[Node]) -> tuple[NodeView, ...]:

@@ -1,13 +1,18 @@
 """Looking at jobs, changing their course, and forgetting them."""
 
-from collections.abc import Sequence, Set
+from collections.abc import Mapping, Sequence, Set
 from typing import Final
 
 from services.contract.api.views import AttemptList, JobPage, JobView
+from services.contract.messages.telemetry import MetricRecord, RankProgress, StepRecord
 from services.contract.words.bounds import MOST_RANKS
 from services.controller.domain.decisions.history import Occurrence
 from services.controller.domain.decisions.purge import refuse_unless_ended
-from services.controller.domain.errors import RecordUnreadableError, StateConflictError
+from services.controller.domain.errors import (
+    RecordUnreadableError,
+    StateConflictError,
+    TelemetryUnavailableError,
+)
 from services.controller.domain.job.events import JobEvent, PurgeAsked
 from services.controller.ports.coordination import Ports
 from services.controller.ports.jobs import Actor, Stored
@@ -134,9 +139,16 @@ async def _views(
     tried = [entry.job for entry in stored if entry.job.attempts]
     names = [job.id for job in tried]
     small = [job.id for job in tried if job.plan is None or job.plan.world_size <= most_ranks]
-    records = await ports.telemetry.last_steps(names, STEPS_FOR_ETA)
-    samples = await ports.telemetry.samples(small)
-    metrics = await ports.telemetry.last_metrics(names, METRICS_FOR_NEWEST)
+    is_away = False
+    records: Mapping[str, list[StepRecord]] = {}
+    samples: Mapping[str, dict[int, RankProgress]] = {}
+    metrics: Mapping[str, list[MetricRecord]] = {}
+    try:
+        records = await ports.telemetry.last_steps(names, STEPS_FOR_ETA)
+        samples = await ports.telemetry.progress(small)
+        metrics = await ports.telemetry.last_metrics(names, METRICS_FOR_NEWEST)
+    except TelemetryUnavailableError:
+        is_away = True
     jobs = await with_reasons(ports, [entry.job for entry in stored])
     return [
         job_view(
@@ -144,6 +156,7 @@ async def _views(
             records.get(job.id, ()),
             samples.get(job.id, {}),
             metrics.get(job.id, ()),
+            telemetry_away=is_away and bool(job.attempts),
         )
         for job in jobs
     ]

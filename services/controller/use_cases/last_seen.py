@@ -6,7 +6,7 @@ from typing import Final, NamedTuple
 from services.contract.messages.telemetry import RankSample
 from services.controller.domain.job.job import Job
 from services.controller.ports.coordination import Ports
-from services.controller.use_cases.progress import STEPS_FOR_ETA, measure
+from services.controller.use_cases.progress import STEPS_FOR_ETA, if_it_answers, measure
 
 _STEPS_OF_ALL: Final = 2
 """One step more may have been done by all before the node was heard of last, and told later."""
@@ -27,8 +27,9 @@ class LastSeen(NamedTuple):
 
 async def last_seen(ports: Ports, job: Job, node_id: str) -> LastSeen:
     """What the newest attempt told last, of which the ranks on ``node_id`` are lost."""
-    records = (await ports.telemetry.last_steps([job.id], STEPS_FOR_ETA))[job.id]
-    samples = (await ports.telemetry.samples([job.id]))[job.id]
+    told = await if_it_answers(ports.telemetry.last_steps([job.id], STEPS_FOR_ETA))
+    records = told.get(job.id, [])
+    samples = (await if_it_answers(ports.telemetry.samples([job.id]))).get(job.id, {})
     newest = [s for s in samples.values() if s.fence == job.fence and s.seen_ms]
     seen_ms = max((sample.seen_ms for sample in newest), default=None)
     step = measure(job, records, samples).step

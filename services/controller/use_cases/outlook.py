@@ -7,7 +7,7 @@ from typing import Final
 from services.contract.messages.telemetry import StepRecord
 from services.controller.domain.job.job import WAITING_STATES, Job
 from services.controller.ports.coordination import Ports
-from services.controller.use_cases.progress import measure, steps_of
+from services.controller.use_cases.progress import if_it_answers, measure, steps_of
 
 # Of each job that runs, whenever the queue changes.
 _STEPS_READ: Final = 8
@@ -28,7 +28,7 @@ async def estimate(ports: Ports, jobs: Sequence[Job], now_ms: int) -> dict[str, 
     names = [job.id for job in jobs if job.attempts]
     # Not from the ranks' samples, too: those of thousands of ranks take a second to read, and are at most
     # a step ahead.
-    records = await ports.telemetry.recent_steps(names, _STEPS_READ)
+    records = await if_it_answers(ports.telemetry.recent_steps(names, _STEPS_READ))
     found = {job.id: remaining_ms(job, records.get(job.id, ()), now_ms) for job in jobs}
     return {name: remaining for name, remaining in found.items() if remaining is not None}
 

@@ -42,6 +42,7 @@ from services.controller.use_cases.plans import (
     begin_plan,
     look_at_plan,
 )
+from services.controller.use_cases.progress import if_it_answers
 from services.controller.use_cases.waiting import current_usages
 
 _log = structlog.get_logger()
@@ -99,7 +100,8 @@ class Planner:
         new = [job for job in active if can_tell(job) and (job.id, job.fence) not in self._paced]
         if not new:
             return False
-        records = await self._ports.telemetry.last_steps([job.id for job in new], STEPS_READ)
+        names = [job.id for job in new]
+        records = await if_it_answers(self._ports.telemetry.last_steps(names, STEPS_READ))
         nodes = await self._ports.nodes.nodes()
         for job in new:
             pace = pace_of(job, records.get(job.id, ()), nodes)

@@ -286,7 +286,7 @@ async def _look(ports: Ports, plan: Plan, drawing: Drawing) -> Plan:
     if plan.state is not PlanState.PROBING:
         return plan
     answer = await drawing.answer(ports, plan.probe_id)
-    asked = next((node for node in await ports.nodes.nodes() if node.id == plan.node_id), None)
+    asked = await ports.nodes.node(plan.node_id)
     now_ms = await ports.clock.now_ms()
     verdict = judge(plan, answer, asked, now_ms)
     if isinstance(verdict, StillProbing):

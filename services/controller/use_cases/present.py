@@ -21,7 +21,13 @@ from services.contract.api.views import (
     ReplicasView,
     ShardView,
 )
-from services.contract.messages.telemetry import MetricRecord, RankSample, RankStacks, StepRecord
+from services.contract.messages.telemetry import (
+    MetricRecord,
+    RankProgress,
+    RankSample,
+    RankStacks,
+    StepRecord,
+)
 from services.contract.words.states import ExitReason, JobState
 from services.controller.domain.job.attempt import Attempt, Diagnosis, Failure, ReplicaBook
 from services.controller.domain.job.checkpoint import Checkpoint
@@ -55,8 +61,10 @@ def maybe_moment(ms: int | None) -> datetime | None:
 def job_view(
     job: Job,
     records: Sequence[StepRecord],
-    samples: Mapping[int, RankSample],
+    samples: Mapping[int, RankProgress],
     metrics: Sequence[MetricRecord] = (),
+    *,
+    telemetry_away: bool = False,
 ) -> JobView:
     """A job with its progress."""
     latest = job.latest_checkpoint
@@ -68,6 +76,7 @@ def job_view(
         exit_reason=job.exit_reason,
         failure=failure_view(job.failure),
         progress=measure(job, records, samples, metrics),
+        telemetry_away=telemetry_away,
         evaluation=job.evaluations[-1] if job.evaluations else None,
         attempt=job.fence,
         restarts=job.restarts,
@@ -90,7 +99,7 @@ def job_view(
     )
 
 
-def _estimate_view(job: Job, samples: Mapping[int, RankSample]) -> EstimateView | None:
+def _estimate_view(job: Job, samples: Mapping[int, RankProgress]) -> EstimateView | None:
     if job.estimate is None:
         return None
     seen = [s.peak_bytes for s in samples.values() if s.fence == job.fence and s.peak_bytes]

@@ -1,25 +1,36 @@
 """How far a job is, from what its ranks tell."""
 
 import statistics
-from collections.abc import Mapping, Sequence
-from typing import Final
+from collections.abc import Awaitable, Mapping, Sequence
+from types import MappingProxyType
+from typing import Final, TypeVar
 
 from services.contract.api.views import Progress
-from services.contract.messages.telemetry import MetricRecord, RankSample, StepRecord
+from services.contract.messages.telemetry import MetricRecord, RankProgress, StepRecord
 from services.contract.words.bounds import METRIC_NAMES_KEPT
 from services.contract.words.states import JobState
+from services.controller.domain.errors import TelemetryUnavailableError
 from services.controller.domain.job.job import Job
 
 STEPS_FOR_ETA: Final = 32
 METRICS_FOR_NEWEST: Final = 4
 """The newest values of a job's metrics are looked for in so many records."""
 _MOVING_STATES: Final = frozenset({JobState.RUNNING, JobState.PAUSING, JobState.CANCELLING})
+_T = TypeVar("_T")
+
+
+async def if_it_answers(reading: Awaitable[Mapping[str, _T]]) -> Mapping[str, _T]:
+    """What was read of telemetry; nothing where it has a server of its own that does not answer."""
+    try:
+        return await reading
+    except TelemetryUnavailableError:
+        return MappingProxyType({})
 
 
 def measure(
     job: Job,
     records: Sequence[StepRecord],
-    samples: Mapping[int, RankSample],
+    samples: Mapping[int, RankProgress],
     metrics: Sequence[MetricRecord] = (),
 ) -> Progress:
     """The progress of the newest attempt.

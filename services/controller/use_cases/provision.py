@@ -6,8 +6,10 @@ the next one's begin with what the pool says.
 """
 
 import contextlib
+import re
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Final
 
 import structlog
 
@@ -28,6 +30,7 @@ from services.controller.domain.scheduling.reservations import (
     REFUSED_MS,
     Moment,
     Reservation,
+    Sighting,
     Want,
     found,
     requests,
@@ -39,6 +42,8 @@ from services.controller.ports.pools import AgentProcess, NodePool, PoolRefusedE
 
 _log = structlog.get_logger()
 _RANDOM_BYTES = 10
+_NAME: Final = re.compile(r"[A-Za-z0-9._-]{1,200}")
+_NUMBER: Final = re.compile(r"[0-9]{1,5}")
 
 
 @dataclass(frozen=True)
@@ -166,6 +171,12 @@ class Provisioning:
         )
 
 
+def _could_be_ours(sighting: Sighting, pool: str) -> bool:
+    """Whether names are such as are given here: other users of a scheduler may name theirs as they like."""
+    numbers = (name.removeprefix(f"{pool}-") for name in sighting.node_ids)
+    return _NAME.fullmatch(sighting.id) is not None and all(map(_NUMBER.fullmatch, numbers))
+
+
 class PoolRounds:
     """The rounds of one pool: they make true what the records of its reservations say.
 
@@ -194,7 +205,8 @@ class PoolRounds:
             StaleWriteError: A record changed meanwhile; the next round sees it.
         """
         name = self._pool.limits.name
-        told = {each.id: each for each in await self._pool.sightings()}
+        sightings = await self._pool.sightings()
+        told = {each.id: each for each in sightings if _could_be_ours(each, name)}
         # Read after the pool was asked: a reservation that was made meanwhile is not taken for a found one.
         known = await self._ports.reservations.reservations()
         mine = {each.id: each for each in known if each.pool == name}

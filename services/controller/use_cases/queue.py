@@ -113,7 +113,7 @@ async def forget_node(ports: Ports, node_id: str) -> None:
         NotFoundError: There is no such node.
         StateConflictError: It is not lost, or ranks of a job may live there.
     """
-    node = next((node for node in await ports.nodes.nodes() if node.id == node_id), None)
+    node = await ports.nodes.node(node_id)
     if node is None:
         raise no_node(node_id)
     attempts = [(s.job.id, s.job.attempt) for s in await ports.jobs.active()]

@@ -27,7 +27,7 @@ async def bring_back(ports: Ports, job: Job) -> None:
     Raises:
         RecordsAwayError: The same, and it has nothing.
     """
-    if job.fence == 0 or await _is_whole(ports, job.id):
+    if job.fence == 0 or await _is_whole(ports, job):
         return
     why = await _bring(ports, job)
     if why is not None and await ports.telemetry.is_empty(job.id):
@@ -64,7 +64,7 @@ async def _brought_back(ports: Ports, job: Job, node_id: str) -> bool:
     # Whom nobody answered is not waited for again by each request that has something to tell.
     patience_s = (IMPATIENCE_S if is_first else 0.0) if has_some else PATIENCE_S
     deadline = time.monotonic() + patience_s
-    while not await telemetry.put_together(job.id):
+    while not await telemetry.put_together(job.id, has_ended=job.is_terminal):
         if time.monotonic() >= deadline:
             _log.warning("records_not_back", job_id=job.id, node_id=node_id)
             return False
@@ -79,6 +79,8 @@ async def living_nodes(ports: Ports) -> list[str]:
     return [n.id for n in nodes if n.id in leases and leases[n.id].incarnation == n.incarnation]
 
 
-async def _is_whole(ports: Ports, job_id: str) -> bool:
+async def _is_whole(ports: Ports, job: Job) -> bool:
     telemetry = ports.telemetry
-    return await telemetry.is_whole(job_id) or await telemetry.put_together(job_id)
+    if await telemetry.is_whole(job.id):
+        return True
+    return await telemetry.put_together(job.id, has_ended=job.is_terminal)

@@ -3,13 +3,13 @@
 import asyncio
 import contextlib
 import secrets
-from dataclasses import dataclass
+from functools import partial
 from typing import Final
 
 import structlog
-from redis.asyncio import Redis
 
 from services.contract.messages.facts import Inventory
+from services.contract.messages.probing import DeviceType
 from services.contract.messages.warm_channel import NODE_MARK
 from services.worker.agent.departure import Commits, empty_node
 from services.worker.agent.gangs.leftovers import Leftover, find_leftovers, forget_leftovers
@@ -35,9 +35,15 @@ from services.worker.agent.storage.journal import Journal
 from services.worker.agent.storage.records import RecordKeeper
 from services.worker.agent.storage.rounds import Holdings, StorageRounds
 from services.worker.agent.storage.shared_files import SharedFiles, shared_files
+from services.worker.agent.storage.storage_watch import look, watch_storage
 from services.worker.agent.streams.inbox import Inbox
 from services.worker.agent.streams.outbox import Outbox
-from services.worker.agent.streams.redis_clients import REDIS_AWAY, waiting_client, writing_client
+from services.worker.agent.streams.redis_clients import (
+    REDIS_AWAY,
+    Connections,
+    waiting_client,
+    writing_client,
+)
 from services.worker.agent.supervisor import Supervisor
 
 _ENTERED_BY_OTHERS: Final = 0o711
@@ -69,11 +75,8 @@ async def run_agent(settings: AgentSettings, stop: asyncio.Event) -> None:
         network = await _network(settings, stop)
         if network is None:
             return
-        async with (
-            writing_client(settings.redis_address) as writing,
-            waiting_client(settings.redis_address) as waiting,
-        ):
-            redis = Connections(writing, waiting)
+        async with contextlib.AsyncExitStack() as clients:
+            redis = await _connections(settings, clients)
             agent = Agent(settings, files, folder, inventory, network, redis)
             try:
                 await agent.serve(leftovers, stop)
@@ -87,15 +90,17 @@ async def run_agent(settings: AgentSettings, stop: asyncio.Event) -> None:
 
 def _look_over(cpu_slots: int, files: SharedFiles) -> Inventory:
     files.forget_copies()
-    return take_inventory(cpu_slots, files.identity(), files.fault())
+    return take_inventory(cpu_slots, *look(files))
 
 
-@dataclass(frozen=True)
-class Connections:
-    """To Redis: one that commands do not block, one that waits for commands."""
-
-    writing: Redis
-    waiting: Redis
+async def _connections(settings: AgentSettings, clients: contextlib.AsyncExitStack) -> Connections:
+    enter = clients.enter_async_context
+    writing = await enter(writing_client(settings.redis_address))
+    waiting = await enter(waiting_client(settings.redis_address))
+    apart = settings.telemetry_redis_address
+    return Connections(
+        writing, waiting, writing if apart is None else await enter(writing_client(apart))
+    )
 
 
 async def _network(settings: AgentSettings, stop: asyncio.Event) -> Network | None:
@@ -122,6 +127,15 @@ async def _network(settings: AgentSettings, stop: asyncio.Event) -> Network | No
     return None
 
 
+def _devices_of(inventory: Inventory) -> tuple[DeviceType, ...]:
+    """The kinds of devices on which the node runs ranks."""
+    found: dict[DeviceType, bool] = {
+        "cuda": bool(inventory.accelerators),
+        "cpu": bool(inventory.cpu_slots),
+    }
+    return tuple(kind for kind, is_there in found.items() if is_there)
+
+
 class Agent:
     """All parts of one life of an agent, put together."""
 
@@ -137,6 +151,8 @@ class Agent:
         writing, waiting = redis.writing, redis.waiting
         node_id = settings.node_id
         self._grace_s = settings.stop_grace_s
+        self._measure_idle_s = settings.measure_idle_s
+        self._devices = _devices_of(inventory)
         self._incarnation = secrets.token_hex(8)
         # Of this life alone: a sentinel that is slow must not end what the next agent starts.
         mark = f"{folder.mark}/{self._incarnation}"
@@ -152,7 +168,7 @@ class Agent:
         )
         self._warm = WarmKeeper(imported, mark, folder)
         storage = Storage(files, node_id, settings.ranks_are)
-        runner = ProgramRunner(imported, folder.path)
+        runner = ProgramRunner(self._warm.fork_program, mark, folder.path)
         codes = CodeCache(writing, folder.code, files, settings.ranks_are)
         self._journal = Journal(files, f"{node_id}.{self._incarnation}")
         node_commands = NodeCommands(
@@ -160,8 +176,8 @@ class Agent:
             storage,
             Exporter(storage, node_id, sentinel_environment() | {NODE_MARK: mark}),
             Prober(node_id, settings.admission, runner, codes),
-            SelfTest(folder, node_id, self._incarnation, inventory, runner, self._warm.settled),
-            RecordKeeper(writing, node_id, files, self._journal),
+            SelfTest(folder, node_id, self._incarnation, inventory, runner),
+            RecordKeeper(redis, node_id, files, self._journal),
         )
         self._commits = Commits(self._outbox.tell)
         self._supervisor = Supervisor(
@@ -180,11 +196,17 @@ class Agent:
             self._commits.tell,
         )
         self._session = Session(
-            writing,
+            redis,
             Life(node_id, self._incarnation, inventory),
             self._supervisor,
             self._outbox.tell,
             self._journal,
+        )
+        self._watch_storage = partial(
+            watch_storage,
+            files,
+            (inventory.storage_id, inventory.storage_fault),
+            self._session.storage_is,
         )
         self._rounds = StorageRounds(
             writing,
@@ -221,14 +243,18 @@ class Agent:
                     group.create_task(self._journal.run()),
                     group.create_task(self._supervisor.run(self._outbox.is_full)),
                     group.create_task(self._rounds.run(self._session.loss_suspected)),
+                    group.create_task(self._watch_storage()),
                 ]
+                if self._measure_idle_s:
+                    measuring = supervisor.measure_when_idle(self._devices, self._measure_idle_s)
+                    background.append(group.create_task(measuring))
                 reading = group.create_task(self._inbox.run())
                 await stopping
-                has_moved = await empty_node(
+                had_gangs = await empty_node(
                     self._session, self._supervisor, self._commits, self._grace_s
                 )
                 reading.cancel()
-                await self._wind_down(keeps_lease=has_moved)
+                await self._wind_down(keeps_lease=had_gangs)
             joining.cancel()
             for task in background:
                 task.cancel()

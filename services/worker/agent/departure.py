@@ -9,13 +9,14 @@ from services.contract.messages.facts import (
     CheckpointLost,
     CheckpointVoted,
     Fact,
+    GangLaunched,
 )
 from services.worker.agent.session import Session
-from services.worker.agent.supervisor import GangKey, Supervisor
+from services.worker.agent.supervisor import Supervisor
 
 
 class Commits:
-    """The newest checkpoint of each gang that only this agent can commit.
+    """The newest checkpoint of each job that only this agent can commit.
 
     Ranks exit once their vote is cast, and the agent of rank 0 links the manifest when the controller orders
     it. Were it gone by then, the checkpoint would be lost, and with it the steps that it was taken to save.
@@ -26,7 +27,7 @@ class Commits:
 
     def __init__(self, tell: Callable[[Fact], None]) -> None:
         self._forward = tell
-        self._awaited: dict[GangKey, str] = {}
+        self._awaited: dict[str, str] = {}
         self._settled = asyncio.Event()
 
     def tell(self, fact: Fact) -> None:
@@ -34,7 +35,10 @@ class Commits:
         self._forward(fact)
         match fact:
             case CheckpointVoted() if fact.shard.rank == 0:
-                self._awaited[fact.job_id, fact.fence] = fact.checkpoint_id
+                self._awaited[fact.job_id] = fact.checkpoint_id
+            case GangLaunched():
+                # Nothing of an earlier attempt is committed any more.
+                self._settle(self._awaited.get(fact.job_id, ""))
             case CheckpointLinked():
                 self._settle(fact.manifest.checkpoint_id)
             case CheckpointLost():
@@ -65,11 +69,12 @@ async def empty_node(
     Returns:
         Whether there were any.
     """
-    if supervisor.is_idle or not grace_s:
+    if supervisor.is_idle:
         return False
-    session.set_out(grace_s)
-    with contextlib.suppress(TimeoutError):
-        async with asyncio.timeout(grace_s):
-            await supervisor.emptied()
-            await commits.settled()
+    if grace_s:
+        session.set_out(grace_s)
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(grace_s):
+                await supervisor.emptied()
+                await commits.settled()
     return True

@@ -166,7 +166,7 @@ class NodeCommands:
 
     async def _retire(self, command: RetireCheckpoint) -> Sequence[Fact]:
         try:
-            return (await asyncio.to_thread(self._storage.retire, command),)
+            return await asyncio.to_thread(self._storage.retire, command)
         except (ChainError, OSError) as error:
             _log.warning("retire_failed", checkpoint=command.checkpoint_id, why=str(error))
             return ()

@@ -2,13 +2,12 @@
 
 import asyncio
 import contextlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Final, cast
 
 import structlog
 from pydantic import ValidationError
-from redis.asyncio import Redis
 from redis.exceptions import NoPermissionError
 
 from services.contract.messages.facts import Fact, Inventory, NodeJoined, NodeLeaving, NodeLeft
@@ -17,21 +16,24 @@ from services.contract.redis import redis_keys
 from services.contract.redis.redis_address import with_advice
 from services.contract.system.cancellation import end_if_told
 from services.worker.agent.storage.journal import Journal
-from services.worker.agent.streams.redis_clients import REDIS_AWAY, RULES_ARE_OLD, while_away
+from services.worker.agent.streams.redis_clients import (
+    REDIS_AWAY,
+    RULES_ARE_OLD,
+    Connections,
+    while_away,
+)
 from services.worker.agent.supervisor import Supervisor
 from services.worker.agent.telemetry.beat import Beat, GangKey
-from services.worker.agent.telemetry.gang_telemetry import (
-    LINES_PER_BEAT,
-    METRICS_PER_BEAT,
-    STEPS_PER_BEAT,
-    Records,
-)
+from services.worker.agent.telemetry.gang_telemetry import Records
+from services.worker.agent.telemetry.held_records import HeldRecords
 
 BEAT_S: Final = 0.5
 _IDLE_BEAT_S: Final = 1.0
 """Without a gang a beat only renews the lease, which outlives two that get no answer."""
 _ASK_EVERY_S: Final = 0.2
 _BEATS_HELD: Final = 120
+_TELEMETRY_AWAITED_S: Final = 10.0
+"""Where telemetry has a server of its own, the end of a gang waits so long for its last records to be there."""
 _TAKE_OVER: Final = """
 local holder = redis.call('GET', KEYS[1])
 if not holder or holder == ARGV[1] or holder == ARGV[2] then
@@ -60,10 +62,8 @@ class Session:
     """One life of this node's agent, as Redis knows it.
 
     Args:
-        redis: A client that does not retry.
-        node_id: The node.
-        incarnation: This life.
-        inventory: What the node has.
+        connections: To Redis.
+        life: The node, this life of its agent, and what the node has.
         supervisor: What the beats tell about.
         tell: Takes the facts, in order.
         journal: Takes what Redis has taken, for storage.
@@ -74,7 +74,7 @@ class Session:
 
     def __init__(
         self,
-        redis: Redis,
+        connections: Connections,
         life: Life,
         supervisor: Supervisor,
         tell: Callable[[Fact], None],
@@ -82,19 +82,24 @@ class Session:
     ) -> None:
         self._journal = journal
         self.loss_suspected = asyncio.Event()
-        self._redis = redis
+        self._redis = connections.writing
+        self._telemetry = connections.telemetry
+        self._telemetry_is_apart = connections.telemetry_is_apart
         self._node_id = life.node_id
         self._incarnation = life.incarnation
         self._inventory = life.inventory
         self._supervisor = supervisor
         self._tell = tell
-        self._held: list[Records] = []
+        self._held = HeldRecords()
         self._beats_held = 0
-        self._beat = Beat(redis, life.node_id, life.incarnation)
+        self._beat = Beat(
+            connections.writing, connections.telemetry, life.node_id, life.incarnation
+        )
         self._number = 0
         self._joins = 0
         self._unconfirmed: Sequence[Records] | None = None
         self._connected = True
+        self._telemetry_away_since: float | None = None
         self._metrics_refused = False
 
     async def take_lease(self, previous: str | None) -> None:
@@ -151,6 +156,12 @@ class Session:
             )
         )
 
+    def storage_is(self, storage_id: str | None, fault: str | None) -> None:
+        """Tell what became of the storage since the agent joined."""
+        now = {"storage_id": storage_id, "storage_fault": fault}
+        self._inventory = self._inventory.model_copy(update=now)
+        self.join()
+
     async def run(self) -> None:
         """Beat until cancelled.
 
@@ -192,7 +203,12 @@ class Session:
         await self._beat.release()
 
     async def _unwritten(self, left: Records) -> Records:
-        entries = await self._redis.xrevrange(redis_keys.job_steps(left.job_id), count=1)
+        try:
+            entries = await self._telemetry.xrevrange(redis_keys.job_steps(left.job_id), count=1)
+        except REDIS_AWAY:
+            if not self._telemetry_is_apart:
+                raise
+            return left  # steps that are told twice are shown once
         if not entries:
             return left
         entry, fields = cast("tuple[str, dict[str, str]]", entries[0])
@@ -208,25 +224,13 @@ class Session:
         self._supervisor.urgent.clear()
         if self._unconfirmed is None:
             self._number += 1
-            self._unconfirmed = _merged(self._held, self._supervisor.take_records())
-        answer = await self._beat.write(self._number, self._supervisor.samples(), self._unconfirmed)
+            self._held.add(self._supervisor.take_records())
+            self._unconfirmed = self._held.next_beat()
+        samples = self._supervisor.samples()
+        gangs = dict.fromkeys([*samples, *map(_gang, self._unconfirmed)])
+        answer = await self._beat.renew(gangs)
         if answer.taken_by is not None:
             raise LeaseTakenError(_taken(self._node_id, answer.taken_by))
-        metric_ids = await self._write_metrics(self._unconfirmed)
-        # What nobody would take now is brought again once the job is known again.
-        self._beats_held = self._beats_held + 1 if answer.unknown else 0
-        lost = set(answer.unknown) if self._beats_held < _BEATS_HELD else set()
-        self._held = [r for r in self._unconfirmed if (r.job_id, r.fence) in lost]
-        for told in self._unconfirmed:
-            key = (told.job_id, told.fence)
-            if key not in lost and key not in answer.fenced:
-                ids = answer.ids.get(key, {})
-                self._journal.take(
-                    *key,
-                    {"steps": told.steps, "metrics": told.metrics, "logs": told.logs},
-                    {**ids, "metrics": metric_ids.get(key, "")},
-                )
-        self._unconfirmed = None
         if not self._connected:
             self._connected = True
             _log.info("redis_is_back")
@@ -238,7 +242,53 @@ class Session:
         if answer.lapsed or answer.unknown:
             self.loss_suspected.set()
         self._supervisor.fence_off(list(answer.fenced))
-        self._supervisor.records_written(held_back=lost)
+        # What nobody would take now is brought again once the job is known again.
+        self._beats_held = self._beats_held + 1 if answer.unknown else 0
+        lost = set(answer.unknown) if self._beats_held < _BEATS_HELD else set()
+        void = {*answer.fenced, *answer.unknown}
+        current = [told for told in self._unconfirmed if _gang(told) not in void]
+        try:
+            ids = await self._beat.write(
+                self._number,
+                answer.now_ms,
+                {gang: told for gang, told in samples.items() if gang not in void},
+                current,
+            )
+            metric_ids = await self._write_metrics(current)
+        except REDIS_AWAY as error:
+            if not self._telemetry_is_apart:
+                raise
+            self._telemetry_lost(str(error), lost)
+            return
+        self._telemetry_answers()
+        for told in self._unconfirmed:
+            key = _gang(told)
+            if key in lost or key in answer.fenced:
+                continue
+            self._journal.take(
+                *key,
+                {"steps": told.steps, "metrics": told.metrics, "logs": told.logs},
+                {**ids.get(key, {}), "metrics": metric_ids.get(key, "")},
+            )
+        self._held.put_back(told for told in self._unconfirmed if _gang(told) in lost)
+        self._unconfirmed = None
+        self._supervisor.records_written(held_back=self._held.gangs)
+
+    def _telemetry_lost(self, why: str, lost: Collection[GangKey]) -> None:
+        """Training, and what is decided of it, goes on: gangs that have ended are reported without it."""
+        now = asyncio.get_running_loop().time()
+        if self._telemetry_away_since is None:
+            self._telemetry_away_since = now
+            _log.warning("telemetry_unreachable", why=with_advice(why))
+        if now > self._telemetry_away_since + _TELEMETRY_AWAITED_S:
+            # Those that go on keep more of their own than is held here.
+            self._held.add(self._supervisor.take_records(only_ended=True))
+            self._supervisor.records_written(held_back=lost)
+
+    def _telemetry_answers(self) -> None:
+        if self._telemetry_away_since is not None:
+            self._telemetry_away_since = None
+            _log.info("telemetry_is_back")
 
     async def _write_metrics(self, records: Sequence[Records]) -> Mapping[GangKey, str]:
         try:
@@ -255,19 +305,8 @@ class Session:
             _log.warning("redis_unreachable", why=with_advice(why))
 
 
-def _merged(held: Sequence[Records], taken: Sequence[Records]) -> list[Records]:
-    """One a gang: what was held back comes before what came since; of the steps, the newest."""
-    waiting = {(r.job_id, r.fence): r for r in held}
-    merged = []
-    for new in taken:
-        old = waiting.pop((new.job_id, new.fence), None)
-        if old is not None:
-            steps = (*old.steps, *new.steps)[-STEPS_PER_BEAT:]
-            logs = (*old.logs, *new.logs)[-LINES_PER_BEAT:]
-            metrics = (*old.metrics, *new.metrics)[-METRICS_PER_BEAT:]
-            new = replace(new, steps=steps, logs=logs, metrics=metrics)  # noqa: PLW2901 the same gang's
-        merged.append(new)
-    return merged
+def _gang(told: Records) -> GangKey:
+    return told.job_id, told.fence
 
 
 def _taken(node_id: str, holder: str) -> str:

@@ -4,24 +4,21 @@ import os
 import re
 import socket
 from pathlib import Path
-from typing import Annotated, Final, Self
+from typing import Annotated, Final
 
 from pydantic import (
     BeforeValidator,
     Field,
-    SecretStr,
     ValidationInfo,
     field_validator,
-    model_validator,
 )
-from pydantic_settings import BaseSettings, NoDecode, SettingsConfigDict
+from pydantic_settings import NoDecode
 
 from services.contract.jobs.entry_points import entry_points
 from services.contract.messages.warm_channel import NODE_MARK
-from services.contract.redis.redis_address import redis_address
+from services.contract.redis.redis_settings import RedisSettings
 from services.contract.storage.storage_address import BucketAddress, storage_address
 from services.contract.system.rank_user import RankUser
-from services.contract.system.secret_files import with_secret_files
 from services.contract.words.ids import NodeId
 from services.worker.agent.ranks.admission import Admission
 
@@ -51,27 +48,9 @@ def _node_id_of_this_host() -> str:
     return name[:63].strip("-.") or "node"
 
 
-class AgentSettings(BaseSettings):
+class AgentSettings(RedisSettings):
     """Each is the environment variable ``MESHLOOM_<NAME>``; docs/configuration.md lists them."""
 
-    model_config = SettingsConfigDict(env_prefix=_OURS, extra="ignore", frozen=True)
-
-    redis_url: str = Field(description="The Redis server; `rediss://` for TLS.")
-    redis_ca: Path | None = Field(
-        default=None,
-        description="File with the certificates of the authorities that sign Redis's; unset: the system's.",
-    )
-    redis_cert: Path | None = Field(
-        default=None, description="File with the client certificate for Redis."
-    )
-    redis_key: Path | None = Field(default=None, description="File with that certificate's key.")
-    redis_password: SecretStr | None = Field(
-        default=None,
-        description="The password of the user in `MESHLOOM_REDIS_URL`, which then has none; of any characters.",
-    )
-    redis_password_file: Path | None = Field(
-        default=None, description="File that has it, in place of `MESHLOOM_REDIS_PASSWORD`."
-    )
     node_id: NodeId = Field(
         default_factory=_node_id_of_this_host,
         description="The node's name; unset: made of the host's name.",
@@ -135,6 +114,12 @@ class AgentSettings(BaseSettings):
         le=3600,
         description="Seconds for which the process that has imported torch waits for the next agent after a crash.",
     )
+    measure_idle_s: float = Field(
+        default=2.0,
+        ge=0,
+        le=3600,
+        description="Seconds without ranks after which the agent measures what the node's devices do, once for the same hardware and versions; 0: when the first plan asks.",
+    )
     stop_grace_s: float = Field(
         default=0.0,
         ge=0,
@@ -145,11 +130,6 @@ class AgentSettings(BaseSettings):
         default="services.worker.rank.loop.trainer:train",
         description="The function that each rank runs, as module:callable.",
     )
-
-    @model_validator(mode="before")
-    @classmethod
-    def _read_secrets(cls, values: object) -> object:
-        return with_secret_files(values, "redis_password")
 
     @field_validator("home")
     @classmethod
@@ -195,24 +175,6 @@ class AgentSettings(BaseSettings):
     def ranks_are(self) -> RankUser | None:
         """The system user of ranks; None: the agent's own."""
         return None if self.rank_user is None else RankUser.named(self.rank_user)
-
-    @property
-    def redis_address(self) -> str:
-        """The URL of Redis, with the files of TLS in it."""
-        return redis_address(
-            self.redis_url,
-            password=None
-            if self.redis_password is None
-            else self.redis_password.get_secret_value(),
-            ca=self.redis_ca,
-            cert=self.redis_cert,
-            key=self.redis_key,
-        )
-
-    @model_validator(mode="after")
-    def _redis_can_be_trusted(self) -> Self:
-        _ = self.redis_address  # it says itself what is wrong
-        return self
 
     @property
     def admission(self) -> Admission:

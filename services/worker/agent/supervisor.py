@@ -3,7 +3,7 @@
 import asyncio
 import contextlib
 from collections import defaultdict
-from collections.abc import Callable, Collection, Coroutine, Iterator
+from collections.abc import Callable, Collection, Coroutine, Iterator, Sequence
 from typing import Final
 
 import structlog
@@ -16,6 +16,7 @@ from services.contract.messages.commands import (
     ExportCheckpoint,
     KeepStanding,
     LaunchGang,
+    LoadCheckpoint,
     PurgeJob,
     RecallRecords,
     RecordTrace,
@@ -31,11 +32,17 @@ from services.contract.messages.facts import (
     Fact,
     GangEnded,
     GangLaunched,
+    LaunchLoads,
     LaunchRefused,
     RunningGang,
     TraceFailed,
 )
-from services.contract.messages.probing import MeasureNode, ProbeModel
+from services.contract.messages.probing import (
+    DeviceType,
+    MeasureNode,
+    NodeMeasured,
+    ProbeModel,
+)
 from services.contract.messages.telemetry import RankSample
 from services.contract.messages.warm_channel import RankForked, RankReaped
 from services.contract.storage.commit_chain import ChainError
@@ -54,6 +61,7 @@ from services.worker.agent.host.folders import NoBoardsError, NodeFolder
 from services.worker.agent.node_commands import NodeCommands
 from services.worker.agent.ranks.launch import Launcher, LaunchError
 from services.worker.agent.storage.job_storage import Storage
+from services.worker.agent.storage.loading import Loading, Loadings
 from services.worker.agent.telemetry.gang_telemetry import Records
 
 TICK_S: Final = 0.1
@@ -96,7 +104,9 @@ class Supervisor:
         self._tell = tell
         self._gangs: dict[GangKey, GangRuntime] = {}
         self._coming: set[GangKey] = set()
+        self._loadings = Loadings()
         self._silent: set[GangKey] = set()
+        self._swept: dict[GangKey, asyncio.Task[None]] = {}
         self._early: dict[int, RankReaped] = {}
         self._unrecorded: dict[GangKey, GangEnded] = {}
         self._under_way: set[asyncio.Task[None]] = set()
@@ -109,25 +119,33 @@ class Supervisor:
 
     async def handle(self, command: Command) -> None:
         """Carry a command out; one that was carried out before changes nothing."""
+        if isinstance(command, StopGang):
+            # The lane is free once it has ended.
+            self._loadings.stop((command.job_id, command.fence))
         async with self._lanes[_lane(command)]:
-            match command:
-                case LaunchGang():
-                    await self._launch(command)
-                case StopGang():
-                    self._happen(command, StopAsked(command))
-                case SetReplicas():
-                    self._happen(command, ReplicasSet(command.replicas))
-                case ReturnReplica():
-                    await self._return(command)
-                case TakeCheckpoint():
-                    self._happen(command, CheckpointAsked())
-                case DiagnoseGang():
-                    self._happen(command, DiagnosisAsked())
-                case RecordTrace():
-                    self._happen(command, TraceAsked(command))
-                case _:
-                    for fact in await self._node_commands.to(command, self._has_ranks):
-                        self._tell(fact)
+            await self._carry_out(command)
+
+    async def _carry_out(self, command: Command) -> None:
+        match command:
+            case LaunchGang():
+                await self._launch(command)
+            case LoadCheckpoint():
+                await self._load(command)
+            case StopGang():
+                self._happen(command, StopAsked(command))
+            case SetReplicas():
+                self._happen(command, ReplicasSet(command.replicas))
+            case ReturnReplica():
+                await self._return(command)
+            case TakeCheckpoint():
+                self._happen(command, CheckpointAsked())
+            case DiagnoseGang():
+                self._happen(command, DiagnosisAsked())
+            case RecordTrace():
+                self._happen(command, TraceAsked(command))
+            case _:
+                for fact in await self._node_commands.to(command, self._has_ranks):
+                    self._tell(fact)
 
     def refuse(self, body: str, why: str) -> None:
         """Tell that a command cannot be read, so that nobody waits for what it asked."""
@@ -147,23 +165,27 @@ class Supervisor:
             is_full: Whether so many facts wait for Redis that ranks must wait, too.
         """
         while True:
-            for key, gang in list(self._gangs.items()):
-                if key not in self._gangs:  # concluded by a beat, while another one was swept
-                    continue
+            for key, gang in self._gangs.items():
                 gang.tick(pauses=is_full())
-                if key not in self._silent and gang.silent():
-                    try:
-                        await gang.sweep(self._folder.mark)
-                    except OSError as error:  # no descriptor is left; the next look tries again
-                        _log.warning("not_swept", job=key[0], fence=key[1], why=str(error))
-                        continue
-                    self._silent.add(key)
-                    self.urgent.set()
+                if key not in self._silent | self._swept.keys() and gang.silent():
+                    # Beside the others: it reads what all processes of the machine show of themselves.
+                    self._swept[key] = asyncio.create_task(self._sweep(key, gang))
             self._settle(only_fenced=True)
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(TICK_S if self._gangs else None):
                     await self._stirred.wait()
             self._stirred.clear()
+
+    async def _sweep(self, key: GangKey, gang: GangRuntime) -> None:
+        try:
+            await gang.sweep(self._folder.mark)
+        except OSError as error:  # no descriptor is left; the next look tries again
+            _log.warning("not_swept", job=key[0], fence=key[1], why=str(error))
+        else:
+            self._silent.add(key)
+            self.urgent.set()
+        finally:
+            del self._swept[key]
 
     def rank_told(self, told: RankForked | RankReaped) -> None:
         """The warm process forked a rank, or reaped one; in this order for each process id."""
@@ -186,6 +208,28 @@ class Supervisor:
         """The warm process died and the kernel kills all of its ranks."""
         for gang in self._gangs.values():
             gang.forker_gone(reason)
+
+    async def measure_when_idle(self, devices: Sequence[DeviceType], idle_s: float) -> None:
+        """Measure the node's devices once, before a plan asks for it.
+
+        What fails because ranks start is tried again when they have ended, and is not reported: a plan
+        that is asked for meanwhile has it tried by itself.
+
+        Args:
+            devices: Their kinds.
+            idle_s: Seconds to wait first, so that a job that waits for the node starts undisturbed.
+        """
+        for command in [MeasureNode(device_type=each) for each in devices]:
+            is_open = True
+            while is_open:
+                await asyncio.sleep(idle_s)
+                await self.emptied()
+                async with self._lanes[_lane(command)]:
+                    facts = await self._node_commands.to(command, self._has_ranks)
+                found = [each for each in facts if isinstance(each, NodeMeasured) and each.facts]
+                for fact in found:
+                    self._tell(fact)
+                is_open = not found and self._has_ranks()
 
     def condemn_all(self, reason: str) -> None:
         """Kill all gangs."""
@@ -228,9 +272,14 @@ class Supervisor:
         """Where every rank stands."""
         return {key: gang.samples() for key, gang in self._gangs.items() if not gang.fenced}
 
-    def take_records(self) -> list[Records]:
-        """Steps and log lines that were not taken before; to be appended exactly once."""
-        return [gang.take_records() for gang in self._gangs.values() if not gang.fenced]
+    def take_records(self, *, only_ended: bool = False) -> list[Records]:
+        """Steps and log lines that were not taken before; to be appended exactly once.
+
+        ``only_ended``: of gangs whose processes are all dead.
+        """
+        keys = self._silent if only_ended else self._gangs
+        gangs = [self._gangs[key] for key in keys]
+        return [gang.take_records() for gang in gangs if not gang.fenced]
 
     def records_written(self, held_back: Collection[GangKey] = ()) -> None:
         """All records that were taken are in Redis: gangs without further ones are reported.
@@ -253,7 +302,8 @@ class Supervisor:
         disk = CHECKPOINT_DISK
         try:
             with self._making_room(key):
-                damage = await asyncio.to_thread(self._storage.open_attempt, command)
+                with self._loads(key) as loading:
+                    damage = await asyncio.to_thread(self._storage.open_attempt, command, loading)
                 if damage is not None:
                     self._tell(damage)
                 disk = _HOME_DISK
@@ -291,6 +341,28 @@ class Supervisor:
             if pid in self._early:
                 self._reaped(self._early.pop(pid))
 
+    async def _load(self, command: LoadCheckpoint) -> None:
+        key = (command.job_id, command.fence)
+        if key in self._gangs:
+            return
+        try:
+            with self._loads(key) as loading:
+                await asyncio.to_thread(
+                    self._storage.bring, command.job_id, command.checkpoint_id, loading
+                )
+        except (LaunchError, ChainError, OSError) as error:  # the launch tries again, or is refused
+            _log.warning("not_loaded", checkpoint=command.checkpoint_id, why=str(error))
+
+    def _loads(self, key: GangKey) -> contextlib.AbstractContextManager[Loading]:
+        """Within, the checkpoint of an attempt is loaded: the controller is told how far that is."""
+        loop, (job_id, fence), node_id = asyncio.get_running_loop(), key, self._node_id
+
+        def tell(loaded: int, total: int) -> None:
+            fact = LaunchLoads(job_id=job_id, fence=fence, node_id=node_id, bytes=loaded, of=total)
+            loop.call_soon_threadsafe(self._tell, fact)
+
+        return self._loadings.begun(key, tell)
+
     async def _return(self, command: ReturnReplica) -> None:
         gang = self._gangs.get((command.job_id, command.fence))
         seats = {} if gang is None else gang.seats_to_return(command.replica, command.life)
@@ -300,7 +372,13 @@ class Supervisor:
         try:
             crew = await self._launcher.launch_again(seats, folder)
         except (LaunchError, OSError) as error:
-            gang.not_returned(command.replica, command.life, str(error))
+            if not gang.ended:
+                gang.not_returned(command.replica, command.life, str(error))
+            return
+        if gang.ended:
+            # The others finished meanwhile, and it may be reported: nobody would see to these.
+            crew.give_up()
+            self._begin(asyncio.to_thread(folder.remove_boards))
             return
         gang.returned(command.replica, command.life, crew)
         for pid in crew.pids.values():

@@ -25,6 +25,7 @@ _PR_SET_PTRACER: Final = 0x59616D61
 _PTRACE_TRACEME: Final = 0
 _PTRACE_SEIZE: Final = 0x4206
 _PTRACE_O_TRACEEXIT: Final = 0x40
+_IN_ACCESS: Final = 0x1
 _libc = ctypes.CDLL(None, use_errno=True)
 _EVALUATED: Final = b'{"kind":"rank_evaluated","step":%d,"loss":1,"tokens":1}\n'
 OTHERS_CHECKPOINT: Final = "ckpt_01hf7yat00000000000000zzzz-s000000003-a0001"
@@ -116,6 +117,17 @@ def _leaves_a_stranger(seat: RankSeat, _: PipeEnd) -> None:
 def _spoils_its_log(_seat: RankSeat, _: PipeEnd) -> None:
     os.write(1, b"a line\n" * 10_000)
     threading.Event().wait(0.5)  # its agent follows
+    os.ftruncate(1, 0)
+    os._exit(7)
+
+
+def _cuts_its_log_while_it_is_read(seat: RankSeat, _: PipeEnd) -> None:
+    """It is long, at no cost, until its agent begins to read it."""
+    watch = _libc.inotify_init()
+    log = Path(seat.log_folder) / f"rank-{seat.rank}.stdout.log"
+    _libc.inotify_add_watch(watch, os.fsencode(log), _IN_ACCESS)
+    os.ftruncate(1, 60 << 20)
+    os.read(watch, 4096)
     os.ftruncate(1, 0)
     os._exit(7)
 
@@ -267,6 +279,7 @@ MISDEEDS: Final[dict[str, Callable[[RankSeat, PipeEnd], None]]] = {
     "log kept from": _writes_past_its_agent,
     "stranger": _leaves_a_stranger,
     "log cut": _spoils_its_log,
+    "log cut while it is read": _cuts_its_log_while_it_is_read,
     "log replaced": _puts_a_pipe_in_place_of_its_log,
     "name": _calls_itself_what_is_no_text,
     "traced": _is_traced(0),

@@ -1,5 +1,7 @@
 """Models and data as users write them, well and badly, for probes."""
 
+import ctypes
+import inspect
 import json
 import os
 import signal
@@ -12,6 +14,7 @@ import torch
 from torch import nn
 
 VOCAB = 256
+_PIDFD_GETFD = 438
 
 
 class Tokens:
@@ -77,6 +80,18 @@ def disowns(child_to: str) -> nn.Module:
         signal.pause()
 
 
+def reports_its_end() -> nn.Module:
+    """Tells the agent of its end in words, before the process that waits for it does in a number."""
+    waiting = os.pidfd_open(os.getppid())
+    for entry in Path(f"/proc/{os.getppid()}/fd").iterdir():
+        if str(entry.readlink()).startswith("socket:"):
+            end = ctypes.CDLL(None).syscall(_PIDFD_GETFD, waiting, int(entry.name), 0)
+            os.write(
+                end, b"no number " * 100
+            )  # where the kernel refuses the descriptor, this raises
+    os._exit(0)
+
+
 def hoards() -> nn.Module:
     """Makes tensors where it wants them, without end."""
     hoard = []
@@ -98,14 +113,20 @@ def talks(megabytes: int) -> nn.Module:
         "took_s": 0,
         "failure": {"code": "raised", "reason": "y" * (1 << 20), "traceback": str(used)},
     }
-    answer = int(sys.argv[sys.argv.index("--answer") + 1])
+    answer = answers_end()
     os.write(answer, json.dumps(found).encode())
     os._exit(0)
 
 
+def answers_end() -> int:
+    """The descriptor into which the program below us writes its answer."""
+    frames = (each.frame.f_locals for each in inspect.stack(context=0))
+    return int(next(known["asked"].answer for known in frames if "asked" in known))
+
+
 def claims(changes: str, modules: int = 0, letters: int = 0) -> nn.Module:
     """Answers in the place of the probe."""
-    answer = int(sys.argv[sys.argv.index("--answer") + 1])
+    answer = answers_end()
     with os.fdopen(answer, "wb") as file:
         file.write(forged(changes, modules, letters))
     os._exit(0)

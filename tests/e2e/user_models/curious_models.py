@@ -2,11 +2,13 @@
 
 import os
 import sys
+import tempfile
 import threading
 from collections.abc import Sequence
 from pathlib import Path
 
 import torch
+from torch._inductor.runtime.cache_dir_utils import cache_dir
 
 from services.worker.rank.models.decoder import Decoder
 
@@ -32,6 +34,8 @@ class CuriousDecoder(Decoder):
                 found[name] = type(error).__name__
         said = f"as {os.getresuid()} {os.getgroups()}: {sorted(set(found.values()))}"
         sys.stdout.write(said + "\n")
+        with tempfile.NamedTemporaryFile(dir=cache_dir()) as compiled:
+            sys.stdout.write(f"may compile: {compiled.file.writable()}\n")
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
         threading.Event().wait(self._pace_s)

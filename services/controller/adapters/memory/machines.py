@@ -4,7 +4,13 @@ from collections.abc import Iterable, Mapping, Sequence
 
 from services.contract.messages.commands import RecallRecords
 from services.contract.messages.probing import DeviceType
-from services.contract.messages.telemetry import MetricRecord, RankSample, RankStacks, StepRecord
+from services.contract.messages.telemetry import (
+    MetricRecord,
+    RankProgress,
+    RankSample,
+    RankStacks,
+    StepRecord,
+)
 from services.contract.redis import redis_keys as keys
 from services.controller.adapters.memory.server import MemoryServer
 from services.controller.domain.errors import CursorExpiredError, StaleWriteError, no_node
@@ -36,6 +42,10 @@ class MemoryNodes:
             )
             for name in sorted(self._server.nodes)
         ]
+
+    async def node(self, node_id: str) -> Node | None:
+        """See ``NodeStore.node``."""
+        return next((node for node in await self.nodes() if node.id == node_id), None)
 
     async def put(self, node: Node, epoch: int, before: Node | None) -> None:
         """See ``NodeStore.put``."""
@@ -154,6 +164,10 @@ class MemoryTelemetry:
         """See ``Telemetry.samples``."""
         return {name: dict(self._server.samples.get(name, {})) for name in job_ids}
 
+    async def progress(self, job_ids: Sequence[str]) -> Mapping[str, dict[int, RankProgress]]:
+        """See ``Telemetry.progress``."""
+        return {name: {**found} for name, found in (await self.samples(job_ids)).items()}
+
     async def last_steps(
         self, job_ids: Sequence[str], count: int
     ) -> Mapping[str, list[StepRecord]]:
@@ -205,7 +219,7 @@ class MemoryTelemetry:
         self._server.deliver((Send(node_id, command),))
         return True
 
-    async def put_together(self, job_id: str) -> bool:
+    async def put_together(self, job_id: str, *, has_ended: bool) -> bool:  # noqa: ARG002 nothing goes before its job
         """See ``Telemetry.put_together``."""
         return await self.is_whole(job_id)
 

@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import json
+import re
 import threading
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
@@ -44,6 +45,7 @@ _EXISTS: Final = 409
 _MISSING: Final = 404
 _REFUSALS: Final = frozenset({400, 403, 404, 405, 409, 413, 415, 422})
 """HTTP statuses of requests that fail in the same way when they are repeated."""
+_NUMBER: Final = re.compile(r"[0-9]{1,5}")
 _STARTING: Final = frozenset({"ContainerCreating", "PodInitializing"})
 """Reasons of containers that say nothing of what they wait for."""
 
@@ -239,7 +241,8 @@ class _Seen:
     def __init__(self, job: client.V1Job, pods: Sequence[client.V1Pod], limits: PoolLimits) -> None:
         self._job = job
         self._pods = pods
-        numbers = filter(None, _annotations(job).get(NODES, "").split(","))
+        # Others may make a Job with our labels and any annotations.
+        numbers = filter(_NUMBER.fullmatch, _annotations(job).get(NODES, "").split(","))
         self._node_ids = tuple(f"{limits.name}-{number}" for number in numbers)
         self._is_over = _is_over(job)
         self._ended = [pod for pod in pods if _has_ended(pod) or _is_deleted(pod)]
@@ -307,7 +310,7 @@ class _Seen:
 
     def _node_of(self, pod: client.V1Pod) -> NodeId:
         index = _annotations(pod).get(INDEX, "")
-        known = index.isdigit() and int(index) < len(self._node_ids)
+        known = _NUMBER.fullmatch(index) is not None and int(index) < len(self._node_ids)
         return self._node_ids[int(index)] if known else _name(pod)
 
 
@@ -370,7 +373,7 @@ def _is_there(pod: client.V1Pod) -> bool:
     if _has_ended(pod):
         return False
     until = pod.metadata and pod.metadata.deletion_timestamp
-    return not until or datetime.now(UTC) < until + _LATE
+    return not until or datetime.now(UTC) - _LATE < until
 
 
 def _waiting(pod: client.V1Pod) -> str:

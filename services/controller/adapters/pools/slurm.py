@@ -14,7 +14,7 @@ import signal
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import islice, pairwise
 from typing import Final
 
 from services.contract.words.ids import NodeId
@@ -32,11 +32,20 @@ _HELD: Final = frozenset(
     {"PENDING", "CONFIGURING", "RUNNING", "SUSPENDED", "REQUEUED", "RESIZING", "SIGNALING"}
 )
 _AS_ASKED: Final = frozenset({"COMPLETING", "COMPLETED", "CANCELLED"})
+# What scancel says of a batch job that is at its end, and of one that Slurm has forgotten since the look.
+_HAS_ENDED: Final = ("already completed", "already completing", "invalid job id")
 _LATE_S: Final = 15.0
 """So long after its grace a batch job that was asked to end is cancelled."""
 _LIMIT_NOTICE_S: Final = 10
 """Slurm sends signals up to so many seconds late, and knows no fractions."""
-_COMMENT: Final = re.compile(r"meshloom owner=(\S+) pool=(\S+) nodes=((?:[0-9]{1,5}[,-]?)+)")
+# Each digit can be read in one way only: of a run of them that no comma ends, an expression that can part it in
+# many ways tries all of them.
+_COMMENT: Final = re.compile(
+    r"meshloom owner=(\S+) pool=(\S+) nodes=([0-9]{1,5}(?:-[0-9]{1,5})?(?:,[0-9]{1,5}(?:-[0-9]{1,5})?)*)"
+)
+_FIELDS: Final = 5
+_MOST_NODES: Final = 10_000
+"""As many as a pool may have."""
 _SILENT: Final = (
     "unable to contact slurm controller",
     "timed out",
@@ -203,8 +212,12 @@ class SlurmPool:
         found = _COMMENT.fullmatch(fields[-1].strip())
         if found is None or found[1] != self._owner or found[2] != self._limits.name:
             return None
+        # Who shares our account may name and describe a batch job as ours, and as nothing that we would make.
+        if len(fields) != _FIELDS or not fields[0].isdecimal():
+            return None
         number, state, reason, name, _ = fields
-        node_ids = tuple(f"{self._limits.name}-{place}" for place in _places(found[3]))
+        places = islice(_places(found[3]), _MOST_NODES)
+        node_ids = tuple(f"{self._limits.name}-{place}" for place in places)
         return _BatchJob(
             int(number), state, "" if reason == "None" else reason, name, found[2], node_ids
         )
@@ -214,7 +227,9 @@ class SlurmPool:
         if not numbers:
             return
         code, _, complaint = await self._run("scancel", *options, *map(str, numbers))
-        if code and "already completed" not in complaint.lower():
+        told = [words for words in complaint.lower().split("scancel: error:") if words.strip()]
+        have_ended = told and all(any(end in words for end in _HAS_ENDED) for words in told)
+        if code and not have_ended:
             raise PoolError(complaint or f"scancel ended with {code}")
 
     async def _run(self, program: str, *words: str, stdin: str = "") -> tuple[int, str, str]:

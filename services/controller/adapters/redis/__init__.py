@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator
 from services.contract.redis.redis_keys import RECALLED_S, TELEMETRY_KEPT_S
 from services.controller.adapters.redis.access import RedisAudit, RedisTokens
 from services.controller.adapters.redis.code import RedisCode
-from services.controller.adapters.redis.connection import MAX_STREAMS, connected
+from services.controller.adapters.redis.connection import MAX_STREAMS, TELEMETRY_ANSWER_S, connected
 from services.controller.adapters.redis.coordination import RedisClock, RedisLeadership, listening
 from services.controller.adapters.redis.event_feed import RedisEventFeed
 from services.controller.adapters.redis.jobs import RedisJobs
@@ -25,20 +25,35 @@ from services.controller.ports.jobs import DEFAULT_QUOTA, Quota
 async def redis_ports(
     url: str,
     max_streams: int = MAX_STREAMS,
+    *,
+    telemetry_url: str | None = None,
     telemetry_kept_s: int = TELEMETRY_KEPT_S,
     recalled_s: int = RECALLED_S,
     quota: Quota = DEFAULT_QUOTA,
 ) -> AsyncIterator[Ports]:
-    """All ports on the Redis at ``url``, until the block ends. Nothing is contacted yet."""
-    async with connected(url, max_streams) as clients:
+    """All ports on the Redis at ``url``, until the block ends. Nothing is contacted yet.
+
+    Telemetry is at ``telemetry_url``; None: there, too.
+    """
+    async with contextlib.AsyncExitStack() as stack:
+        clients = await stack.enter_async_context(connected(url, max_streams))
+        telemetry = clients
+        if telemetry_url is not None:
+            apart = connected(
+                telemetry_url,
+                max_streams,
+                answer_s=TELEMETRY_ANSWER_S,
+                unreadable=clients.unreadable,
+            )
+            telemetry = await stack.enter_async_context(apart)
         yield Ports(
-            jobs=RedisJobs(clients, telemetry_kept_s, quota=quota),
+            jobs=RedisJobs(clients, telemetry, telemetry_kept_s, quota=quota),
             nodes=RedisNodes(clients),
             reservations=RedisReservations(clients),
             facts=RedisFacts(clients),
             plans=RedisPlans(clients),
             codes=RedisCode(clients),
-            telemetry=RedisTelemetry(clients, recalled_s),
+            telemetry=RedisTelemetry(clients, telemetry, recalled_s),
             events=RedisEventFeed(clients),
             leadership=RedisLeadership(clients),
             clock=RedisClock(clients),

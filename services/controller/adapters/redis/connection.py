@@ -7,7 +7,7 @@ those of the loops are not those of the streams, so that followers can never sil
 
 import contextlib
 import re
-from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final, TypeVar
 
@@ -22,12 +22,16 @@ from redis.exceptions import NoPermissionError, OutOfMemoryError, ReadOnlyError,
 from redis.exceptions import TimeoutError as RedisTimeoutError
 
 from services.contract.redis.redis_address import with_advice
+from services.contract.redis.redis_keys import LONGEST_TEXT
+from services.contract.redis.tls_files import following_files
 from services.controller.adapters.redis.script_parts import checked
-from services.controller.domain.errors import StoreUnavailableError
+from services.controller.domain.errors import RecordTooLongError, StoreUnavailableError
 
 MAX_BLOCK_S: Final = 20.0
 MAX_STREAMS: Final = 64
 _ANSWER_S: Final = 5.0
+TELEMETRY_ANSWER_S: Final = 1.0
+"""Where telemetry has a server of its own, what is decided waits no longer for it."""
 # Requests beyond these wait for a connection instead of failing.
 _CONNECTIONS: Final = 64
 # One to read on, and room for one that a cancelled read has not given back yet.
@@ -68,6 +72,7 @@ _REFUSAL_CODE: Final = re.compile(rf"{_BEGINS}({'|'.join(_REFUSAL_CODES)})\b")
 _MISTYPED: Final = re.compile(rf"{_BEGINS}(?:WRONGTYPE\b|ERR (?:hash )?value is not an integer)")
 _UNREADABLE_KEPT: Final = 1_000
 _LONGEST_WORD: Final = 2_000
+_LONGEST_EXCERPT: Final = 200
 _LAST_MS: Final = 1 << 53  # as a score holds whole numbers
 _log = structlog.get_logger()
 T = TypeVar("T")
@@ -155,6 +160,33 @@ class Unreadable:
             del self._known[name]
 
 
+class _BoundedScript(AsyncScript):
+    """A script that sends no text that Redis does not take: it would end the connection without a reason.
+
+    Its caller would take that for an absence, and write the same again for ever.
+    """
+
+    async def __call__(
+        self,
+        keys: Sequence[Any] | None = None,
+        args: Iterable[Any] | None = None,
+        client: Any = None,  # noqa: ANN401 as redis-py has it
+    ) -> Any:  # noqa: ANN401 an answer of Redis
+        sent = list(args or ())
+        for text in sent:
+            if isinstance(text, str) and _is_too_long(text):
+                raise RecordTooLongError(
+                    f"what is to be written has a text of {len(text)} characters, and Redis takes up to "
+                    f"{LONGEST_TEXT} bytes: {text[:_LONGEST_EXCERPT]!r}"
+                )
+        return await super().__call__(keys=keys, args=sent, client=client)
+
+
+def _is_too_long(text: str) -> bool:
+    # A character has at most four bytes: most texts are not encoded to be measured.
+    return len(text) * 4 > LONGEST_TEXT and len(text.encode()) > LONGEST_TEXT
+
+
 @dataclass(frozen=True)
 class RedisClients:
     """The clients: for what answers at once, and for what waits until something comes.
@@ -170,8 +202,11 @@ class RedisClients:
     unreadable: Unreadable = field(default_factory=Unreadable)
 
     def script(self, text: str) -> AsyncScript:
-        """A script that writes all that it is to write, or nothing."""
-        return self.writes.register_script(checked(text))
+        """A script that writes all that it is to write, or nothing.
+
+        Called, it raises RecordTooLongError where Redis takes none of it.
+        """
+        return _BoundedScript(self.writes, checked(text))
 
     @contextlib.contextmanager
     def answering(self, *names: str) -> Iterator[None]:
@@ -194,12 +229,20 @@ class RedisClients:
 
 
 @contextlib.asynccontextmanager
-async def connected(url: str, max_streams: int = MAX_STREAMS) -> AsyncIterator[RedisClients]:
+async def connected(
+    url: str,
+    max_streams: int = MAX_STREAMS,
+    *,
+    answer_s: float = _ANSWER_S,
+    unreadable: Unreadable | None = None,
+) -> AsyncIterator[RedisClients]:
     """Clients for ``url`` until the block ends. They connect when they are first used.
 
     Args:
         url: Of the Redis.
         max_streams: How many may follow logs at a time.
+        answer_s: Within so long it answers, or counts as away.
+        unreadable: Where records that cannot be read are noted; None: in one of its own.
     """
     once = Retry(NoBackoff(), 0)
     again = Retry(ConstantBackoff(_READ_BACKOFF_S), _READ_RETRIES)
@@ -211,19 +254,20 @@ async def connected(url: str, max_streams: int = MAX_STREAMS) -> AsyncIterator[R
             timeout=_ANSWER_S,
             retry=retry,
             socket_timeout=patience_s,
-            socket_connect_timeout=_ANSWER_S,
+            socket_connect_timeout=answer_s,
             decode_responses=True,
             # Agents may write any bytes. Raised while reading, their fault would end every term.
             encoding_errors="replace",
         )
-        return Redis.from_pool(pool)
+        return following_files(Redis.from_pool(pool))
 
     clients = RedisClients(
-        reads=client(_CONNECTIONS, again, _ANSWER_S),
-        writes=client(_CONNECTIONS, once, _ANSWER_S),
+        reads=client(_CONNECTIONS, again, answer_s),
+        writes=client(_CONNECTIONS, once, answer_s),
         facts=client(_LOOP_CONNECTIONS, once, MAX_BLOCK_S + _ANSWER_S),
         wakes=client(_LOOP_CONNECTIONS, once, MAX_BLOCK_S + _ANSWER_S),
         streams=client(max_streams, once, MAX_BLOCK_S + _ANSWER_S),
+        unreadable=Unreadable() if unreadable is None else unreadable,
     )
     everyone = (clients.reads, clients.writes, clients.facts, clients.wakes, clients.streams)
     try:

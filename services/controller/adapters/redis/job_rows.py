@@ -74,12 +74,7 @@ def keys_of_commit(job_id: str) -> list[str]:
         keys.job_events(job_id),
         keys.job_checkpoints(job_id),
         keys.job_history(job_id),
-        keys.job_ranks(job_id),
-        keys.job_steps(job_id),
-        keys.job_logs(job_id),
         keys.job_stacks(job_id),
-        keys.job_metrics(job_id),
-        keys.job_records(job_id),
         keys.CHANGED_JOBS,
         keys.EVENT_FEED,
     ]
@@ -92,21 +87,27 @@ def keys_of_deletion(job_id: str) -> list[str]:
         keys.JOBS,
         keys.DELETED_JOBS,
         keys.job_events(job_id),
-        keys.job_ranks(job_id),
-        keys.job_steps(job_id),
-        keys.job_logs(job_id),
         keys.job_stacks(job_id),
-        keys.job_metrics(job_id),
         keys.job_checkpoints(job_id),
         keys.job_history(job_id),
-        keys.job_records(job_id),
         keys.job_last(job_id),
+        keys.job_older_events(job_id),
+    ]
+
+
+def keys_of_telemetry(job_id: str) -> list[str]:
+    """The keys of a job on the server that has telemetry: what agents write, and what is brought back."""
+    return [
+        keys.job_ranks(job_id),
+        keys.job_steps(job_id),
+        keys.job_metrics(job_id),
+        keys.job_logs(job_id),
+        keys.job_records(job_id),
         keys.recalled(job_id),
         keys.recalled_steps(job_id),
         keys.recalled_metrics(job_id),
         keys.recalled_logs(job_id),
         keys.recalled_events(job_id),
-        keys.job_older_events(job_id),
     ]
 
 

@@ -75,8 +75,8 @@ COMMIT: Final = (
     + LIVE_AT_MOST
     + _COUNT_TO_QUOTA
     + """
--- KEYS: job, active jobs, epoch, events, checkpoints, history, ranks, steps, logs, stacks, metrics, that
--- these are whole, changes, events of all jobs, then the inboxes from KEYS[first_inbox] on; from KEYS[doomed] on, where a job is deleted with this: that job,
+-- KEYS: job, active jobs, epoch, events, checkpoints, history, stacks, changes, events of all jobs, then the
+-- inboxes from KEYS[first_inbox] on; from KEYS[doomed] on, where a job is deleted with this: that job,
 -- all jobs, deleted jobs, all else that is kept with that job
 local expected, epoch, id, wake, field = take(), take(), take(), take(), take()
 local doc, fence, state, active, kept = take(), take(), take(), take(), take()
@@ -111,7 +111,7 @@ relist(KEYS[1], id, created, listed)
 if active == '1' then redis.call('SADD', KEYS[2], id) else redis.call('SREM', KEYS[2], id) end
 for _, event in ipairs(take_list()) do
   redis.call('XADD', KEYS[4], 'MAXLEN', '~', kept, '*', field, event)
-  tell_event(KEYS[14], field, event, id)
+  tell_event(KEYS[9], field, event, id)
 end
 local puts = take_list()
 for i = 1, #puts, 2 do redis.call('HSET', KEYS[5], puts[i], puts[i + 1]) end
@@ -125,11 +125,11 @@ for _, told in ipairs(take_list()) do
   redis.call('XADD', KEYS[6], 'MAXLEN', '~', remembered, '*', field, told)
 end
 local lives_s = take()
-for i = 6, 12 do
+for i = 6, 7 do
   if lives_s == '' then redis.call('PERSIST', KEYS[i]) else live_at_most(KEYS[i], tonumber(lives_s)) end
 end
 local changes_kept = take()
-tell_change(KEYS[13], changes_kept, id, version, active)
+tell_change(KEYS[8], changes_kept, id, version, active)
 if doomed > 0 then
   redis.call('ZREM', KEYS[doomed + 1], doomed_id)
   remember_deleted(KEYS[doomed + 2], KEYS[doomed], doomed_id)
@@ -137,7 +137,7 @@ if doomed > 0 then
   relist(KEYS[doomed], doomed_id, 0, '')
   redis.call('DEL', KEYS[doomed])
   for i = doomed + 3, #KEYS do redis.call('DEL', KEYS[i]) end
-  tell_change(KEYS[13], changes_kept, doomed_id, '', 0)
+  tell_change(KEYS[8], changes_kept, doomed_id, '', 0)
 end
 redis.call('PUBLISH', wake, id)
 return {'ok', tostring(version)}
@@ -153,9 +153,8 @@ CREATE: Final = (
     + _TELL_EVENT
     + _COUNT_TO_QUOTA
     + """
--- KEYS: job, all jobs, active jobs, events, idempotency, history, changes, that its records are whole,
--- events of all jobs, the owner's jobs that have not ended, all the owner's jobs, the claims of who asks
-local other = mistyped({'hash', 'zset', 'set', 'stream', 'string', 'stream', [12] = 'zset'})
+-- KEYS: job, all jobs, active jobs, events, idempotency, history, changes, events of all jobs, the owner's jobs that have not ended, all the owner's jobs, the claims of who asks
+local other = mistyped({'hash', 'zset', 'set', 'stream', 'string', 'stream', [11] = 'zset'})
 if other then return {'mistyped', other} end
 local id, wake, field, doc, state, created = take(), take(), take(), take(), take(), take()
 local summary, listed = take(), take()
@@ -165,15 +164,15 @@ if digest ~= '' then
   local claimed = redis.call('GET', KEYS[5])
   if claimed then return {'claimed', claimed} end
 end
-if is_full(KEYS[10], most_not_ended) then return {'not_ended', most_not_ended} end
-if is_full(KEYS[11], most_kept) then return {'kept', most_kept} end
+if is_full(KEYS[9], most_not_ended) then return {'not_ended', most_not_ended} end
+if is_full(KEYS[10], most_kept) then return {'kept', most_kept} end
 if digest ~= '' then
   redis.call('SET', KEYS[5], digest .. ' ' .. doc, 'EX', ttl)
-  redis.call('ZADD', KEYS[12], created, KEYS[5])
-  redis.call('EXPIRE', KEYS[12], ttl)
-  for _, oldest in ipairs(redis.call('ZRANGE', KEYS[12], 0, -1 - most_claims)) do
+  redis.call('ZADD', KEYS[11], created, KEYS[5])
+  redis.call('EXPIRE', KEYS[11], ttl)
+  for _, oldest in ipairs(redis.call('ZRANGE', KEYS[11], 0, -1 - most_claims)) do
     redis.call('DEL', oldest)
-    redis.call('ZREM', KEYS[12], oldest)
+    redis.call('ZREM', KEYS[11], oldest)
   end
 end
 redis.call('HSET', KEYS[1], 'doc', doc, 'version', '1', 'fence', '0', 'state', state, 'summary', summary)
@@ -182,10 +181,9 @@ redis.call('ZADD', KEYS[2], created, id)
 redis.call('SADD', KEYS[3], id)
 for _, event in ipairs(take_list()) do
   redis.call('XADD', KEYS[4], '*', field, event)
-  tell_event(KEYS[9], field, event, id)
+  tell_event(KEYS[8], field, event, id)
 end
 for _, told in ipairs(take_list()) do redis.call('XADD', KEYS[6], '*', field, told) end
-redis.call('SET', KEYS[8], '1')
 tell_change(KEYS[7], take(), id, 1, 1)
 redis.call('PUBLISH', wake, id)
 return {'ok', '1'}

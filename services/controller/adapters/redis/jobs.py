@@ -27,6 +27,7 @@ from services.controller.adapters.redis.job_rows import (
     split,
     unreadable,
 )
+from services.controller.adapters.redis.telemetry_life import TelemetryLife
 from services.controller.adapters.redis.working_set import COMPARED_EVERY_S, WorkingSet
 from services.controller.domain.decisions.history import creation
 from services.controller.domain.errors import (
@@ -64,6 +65,7 @@ class RedisJobs:
 
     Args:
         clients: Redis.
+        telemetry: The server that has telemetry; unset: the same.
         telemetry_kept_s: So long after a job has ended its steps, output and history are kept.
         compared_every_s: See ``WorkingSet``.
         quota: How many jobs an owner may have.
@@ -72,6 +74,7 @@ class RedisJobs:
     def __init__(
         self,
         clients: RedisClients,
+        telemetry: RedisClients | None = None,
         telemetry_kept_s: int = keys.TELEMETRY_KEPT_S,
         compared_every_s: float = COMPARED_EVERY_S,
         quota: Quota = DEFAULT_QUOTA,
@@ -83,6 +86,7 @@ class RedisJobs:
             clients, self._rows, self._parsed, self._index.list_again, compared_every_s
         )
         self._telemetry_kept_s = telemetry_kept_s
+        self._life = TelemetryLife(telemetry or clients, telemetry_kept_s)
         self._quota = quota
         self._commit = clients.script(job_scripts.COMMIT)
         self._create = clients.script(job_scripts.CREATE)
@@ -103,7 +107,6 @@ class RedisJobs:
                     _claim_key(claim),
                     keys.job_history(job.id),
                     keys.CHANGED_JOBS,
-                    keys.job_records(job.id),
                     keys.EVENT_FEED,
                     keys.jobs_not_ended(job.owner),
                     keys.jobs_of_owner(job.owner),
@@ -130,6 +133,7 @@ class RedisJobs:
         self._quota.refuse(status, job.owner)
         self._refuse(status, job.id, told)
         if status == "ok" or claim is None:
+            await self._life.begin(job.id)
             return Stored(job, 1)
         return _claimed(claim, told)
 
@@ -206,10 +210,14 @@ class RedisJobs:
         self._refuse(status, job.id, told)
         for key in keys_of_commit(job.id)[:_TYPED]:
             self._clients.unreadable.forget(key)
-        if change.deletes is not None:
-            self._forget_names(change.deletes.job.id)
         stored = Stored(job, int(told))
         self._active.committed(stored, doc)
+        if change.deletes is not None:
+            await self._forget_more(change.deletes.job.id)
+        if job.is_terminal:
+            await self._life.end(job.id)
+        elif before.is_terminal:
+            await self._life.go_on(job.id)
         return stored
 
     async def _commit_as(
@@ -410,10 +418,11 @@ class RedisJobs:
                 args=[version, job_id, keys.CHANGES_KEPT],
             )
         self._refuse(status, job_id, told)
-        self._forget_names(job_id)
+        await self._forget_more(job_id)
 
-    def _forget_names(self, job_id: str) -> None:
-        """Nothing of a deleted job is unreadable any more, nor known."""
+    async def _forget_more(self, job_id: str) -> None:
+        """Of a deleted job nothing is unreadable any more, nor known, nor are its ranks' reports kept."""
+        await self._life.forget(job_id)
         self._known.forget(job_id)
         for key in keys_of_deletion(job_id):
             if job_id in key:

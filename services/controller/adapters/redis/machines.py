@@ -1,7 +1,7 @@
 """Nodes and facts in Redis."""
 
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, Final, NamedTuple, TypeVar, cast
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, Final, NamedTuple, TypeVar, cast, get_args
 
 from redis.exceptions import ResponseError
 
@@ -58,16 +58,7 @@ class RedisNodes:
 
     async def nodes(self) -> list[Node]:
         """See ``NodeStore.nodes``."""
-        names = (keys.NODES, keys.DRAINING_NODES, keys.MEASURED_NODES)
-        # Without records there is no telling who lives; without what is kept beside them there is.
-        with self._clients.answering(keys.NODES):
-            async with self._clients.reads.pipeline(transaction=True) as pipe:
-                for name in names:
-                    pipe.hgetall(name)
-                rows = await pipe.execute(raise_on_error=False)
-            if isinstance(rows[0], Exception):
-                raise rows[0]
-            told = self._clients.unreadable.of_their_type(names, rows)
+        told = await self._rows(lambda pipe, key: pipe.hgetall(key))
         records, drains, measured = (row or {} for row in told)
         by_node: dict[str, dict[str, str]] = {}
         for field, text in measured.items():
@@ -78,6 +69,30 @@ class RedisNodes:
         }
         self._known = {n: known for n, known in self._known.items() if n in records}
         return [node for node in found.values() if node is not None]
+
+    async def node(self, node_id: str) -> Node | None:
+        """See ``NodeStore.node``."""
+        devices = [f"{node_id}/{device}" for device in get_args(DeviceType)]
+        fields = {keys.MEASURED_NODES: devices}
+        told = await self._rows(lambda pipe, key: pipe.hmget(key, fields.get(key, [node_id])))
+        (record,), (drain,), texts = (row or [None] for row in told)
+        if record is None:
+            return None
+        measured = {f: text for f, text in zip(devices, texts, strict=False) if text is not None}
+        return self._node(node_id, _NodeTexts(record, drain, measured or None))
+
+    async def _rows(self, ask: Callable[[Any, str], object]) -> list[Any]:
+        """What is asked of the three keys; None for one beside the records that is of another type."""
+        names = (keys.NODES, keys.DRAINING_NODES, keys.MEASURED_NODES)
+        # Without records there is no telling who lives; without what is kept beside them there is.
+        with self._clients.answering(keys.NODES):
+            async with self._clients.reads.pipeline(transaction=True) as pipe:
+                for name in names:
+                    ask(pipe, name)
+                rows = await pipe.execute(raise_on_error=False)
+            if isinstance(rows[0], Exception):
+                raise rows[0]
+            return self._clients.unreadable.of_their_type(names, rows)
 
     def _node(self, name: str, texts: "_NodeTexts") -> Node | None:
         """The node; that of the last time where it is the same to the letter."""

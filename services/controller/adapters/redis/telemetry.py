@@ -1,16 +1,23 @@
 """What ranks tell, in Redis: samples, curves, output; and what of it is in storage alone."""
 
 import asyncio
+import contextlib
 import secrets
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Final, NamedTuple, TypeVar
 
 from redis.asyncio import Redis
 from redis.exceptions import ResponseError
 
 from services.contract.messages.commands import RecallRecords
-from services.contract.messages.telemetry import MetricRecord, RankSample, RankStacks, StepRecord
+from services.contract.messages.telemetry import (
+    MetricRecord,
+    RankProgress,
+    RankSample,
+    RankStacks,
+    StepRecord,
+)
 from services.contract.redis import redis_keys as keys
 from services.contract.words.bounds import MOST_RANKS
 from services.contract.words.states import TERMINAL_STATES
@@ -22,7 +29,19 @@ from services.controller.adapters.redis.connection import (
     is_mistyped,
 )
 from services.controller.adapters.redis.machines import entries_of
-from services.controller.domain.errors import CursorExpiredError
+from services.controller.adapters.redis.record_streams import (
+    METRICS,
+    OLDER_EVENTS,
+    OUTPUT,
+    STEPS,
+    Bounds,
+    RecordStreams,
+)
+from services.controller.domain.errors import (
+    CursorExpiredError,
+    StoreUnavailableError,
+    TelemetryUnavailableError,
+)
 from services.controller.ports.machines import Entry, Log
 
 _BEGINNING: Final = "0-0"
@@ -31,6 +50,8 @@ _STEPS_A_READ: Final = 2_000
 _LONGEST_SAMPLES: Final = 64 << 20
 # Estimates of the queue are made at each change: so long they do with the steps that were read.
 _RECENT_S: Final = 1.0
+# A server for telemetry that did not answer is asked again after so long: each look would wait for it.
+_LEFT_ALONE_S: Final = 3.0
 # An agent has so long to bring back what storage has; then somebody may ask again.
 _ASKED_S: Final = 60
 # Where records are brought back to, and where they belong.
@@ -40,6 +61,7 @@ _RECORDS: Final = (
     (keys.recalled_logs, keys.job_logs),
 )
 _Record = TypeVar("_Record", StepRecord, MetricRecord)
+_OfRank = TypeVar("_OfRank", RankProgress, RankSample)
 
 
 class _Recent(NamedTuple):
@@ -52,56 +74,80 @@ class RedisTelemetry:
 
     Args:
         clients: Redis.
+        telemetry: The server that has telemetry; unset: the same.
         recalled_s: So long what storage has of an ended job stays here for whoever reads it.
     """
 
-    def __init__(self, clients: RedisClients, recalled_s: int = keys.RECALLED_S) -> None:
+    def __init__(
+        self,
+        clients: RedisClients,
+        telemetry: RedisClients | None = None,
+        recalled_s: int = keys.RECALLED_S,
+    ) -> None:
         self._clients = clients
+        self._told = telemetry or clients
         self._recalled_s = recalled_s
+        self._away: tuple[float, str] | None = None
         self._recent: dict[tuple[str, int], _Recent] = {}
-        self._ask_back = clients.script(record_scripts.ASK_BACK)
-        self._put_together = clients.script(record_scripts.PUT_TOGETHER)
+        self._streams = RecordStreams(self._told)
+        self._ask_back = self._told.script(record_scripts.ASK_BACK)
+        self._tell_agent = clients.script(record_scripts.TELL_AGENT)
+        self._put_together = self._told.script(record_scripts.PUT_TOGETHER)
         self._closed = clients.script(record_scripts.RECORDS_CLOSED)
+        self._let_go = self._told.script(record_scripts.LET_GO)
 
     async def samples(self, job_ids: Sequence[str]) -> Mapping[str, dict[int, RankSample]]:
         """See ``Telemetry.samples``."""
+        return await self._of_ranks(RankSample, job_ids)
+
+    async def progress(self, job_ids: Sequence[str]) -> Mapping[str, dict[int, RankProgress]]:
+        """See ``Telemetry.progress``."""
+        return await self._of_ranks(RankProgress, job_ids)
+
+    async def _of_ranks(
+        self, kind: type[_OfRank], job_ids: Sequence[str]
+    ) -> dict[str, dict[int, _OfRank]]:
         of_fit_size = await self._of_fit_size(job_ids)
         fit = [name for name in job_ids if name in of_fit_size]
-        with answering():
-            async with self._clients.reads.pipeline(transaction=False) as pipe:
+        with self._telling():
+            async with self._told.reads.pipeline(transaction=False) as pipe:
                 for job_id in fit:
                     pipe.hgetall(keys.job_ranks(job_id))
                 rows = await pipe.execute(raise_on_error=False)
             told = self._clients.unreadable.of_their_type(map(keys.job_ranks, fit), rows)
         known = dict(zip(fit, told, strict=True))
-        return {name: self._samples(name, known.get(name) or {}) for name in job_ids}
+        read_all = self._clients.unreadable.read_all
+        found: dict[str, dict[int, _OfRank]] = {}
+        for name in job_ids:
+            row = known.get(name) or {}
+            told = read_all(keys.job_ranks(name), kind.model_validate_json, row.values())
+            found[name] = {each.rank: each for each in told}
+        return found
 
     async def _of_fit_size(self, job_ids: Sequence[str]) -> frozenset[str]:
         """Jobs whose samples can be read. Every agent may add to them, and the loops read them."""
         names = [keys.job_ranks(job_id) for job_id in job_ids]
-        with answering():
-            async with self._clients.reads.pipeline(transaction=False) as pipe:
+        with self._telling():
+            async with self._told.reads.pipeline(transaction=False) as pipe:
                 for name in names:
                     pipe.hlen(name)
                     pipe.memory_usage(name, samples=0)
                 rows = await pipe.execute(raise_on_error=False)
             counts = self._clients.unreadable.of_their_type(names, rows[0::2])
-        fit = set()
-        for job_id, name, count, size in zip(job_ids, names, counts, rows[1::2], strict=True):
+        found = zip(job_ids, names, counts, rows[1::2], strict=True)
+        fit, room = set(), _LONGEST_SAMPLES
+        # Of all together no more is read than of one: what is large leaves out none that is small.
+        for job_id, name, count, size in sorted(found, key=_size):
             if isinstance(size, Exception):
                 raise size
-            if (count or 0) > MOST_RANKS or (size or 0) > _LONGEST_SAMPLES:
+            room -= size or 0
+            if (count or 0) > MOST_RANKS or room < 0:
                 self._clients.unreadable.note(
                     name, None, ValueError(f"{count} ranks, {size} bytes")
                 )
             else:
                 fit.add(job_id)
         return frozenset(fit)
-
-    def _samples(self, job_id: str, row: Mapping[str, str]) -> dict[int, RankSample]:
-        read_all = self._clients.unreadable.read_all
-        told = read_all(keys.job_ranks(job_id), RankSample.model_validate_json, row.values())
-        return {sample.rank: sample for sample in told}
 
     async def last_steps(
         self, job_ids: Sequence[str], count: int
@@ -143,15 +189,11 @@ class RedisTelemetry:
     async def _last(
         self, kind: type[_Record], key: Callable[[str], str], job_ids: Sequence[str], count: int
     ) -> dict[str, list[_Record]]:
-        with answering():
-            async with self._clients.reads.pipeline(transaction=False) as pipe:
-                for job_id in job_ids:
-                    pipe.xrevrange(key(job_id), count=count)
-                rows = await pipe.execute(raise_on_error=False)
-            told = self._clients.unreadable.of_their_type(map(key, job_ids), rows)
+        with self._telling():
+            told = await self._streams.last([key(name) for name in job_ids], _bounds(kind), count)
         found = {
-            job_id: self._records(kind, key(job_id), entries_of(row or [])[::-1])
-            for job_id, row in zip(job_ids, told, strict=True)
+            job_id: self._records(kind, key(job_id), entries)
+            for job_id, entries in zip(job_ids, told, strict=True)
         }
         return found | await self._last_of_ended(kind, [name for name in found if not found[name]])
 
@@ -177,15 +219,14 @@ class RedisTelemetry:
 
     async def _all(self, kind: type[_Record], key: str) -> list[_Record]:
         records: list[_Record] = []
-        start = "-"
+        after = None
         while True:
-            command = ("XRANGE", start, "+", "COUNT", _STEPS_A_READ)
-            (rows,) = await self._answers(self._clients.reads, key, command)
-            entries = entries_of(rows or [])
+            with self._telling():
+                entries, _ = await self._streams.rows(key, _bounds(kind), after, _STEPS_A_READ)
             records += self._records(kind, key, entries)
             if len(entries) < _STEPS_A_READ:
                 return records
-            start = f"({entries[-1].id}"
+            after = entries[-1].id
 
     def _records(self, kind: type[_Record], key: str, entries: Iterable[Entry]) -> list[_Record]:
         texts = (entry.body for entry in entries)
@@ -208,48 +249,89 @@ class RedisTelemetry:
 
     async def is_whole(self, job_id: str) -> bool:
         """See ``Telemetry.is_whole``."""
-        with answering():
-            return bool(await self._clients.reads.exists(keys.job_records(job_id)))
+        with self._telling():
+            return bool(await self._told.reads.exists(keys.job_records(job_id)))
 
     async def is_empty(self, job_id: str) -> bool:
         """See ``Telemetry.is_empty``."""
         names = [here(job_id) for _, here in _RECORDS]
-        with answering():
-            return not await self._clients.reads.exists(*names)
+        with self._telling():
+            return not await self._told.reads.exists(*names)
 
     async def ask_back(self, job_id: str, fence: int, node_id: str) -> bool:
         """See ``Telemetry.ask_back``."""
         asked = secrets.token_hex(8)
         command = RecallRecords(job_id=job_id, fence=fence, asked=asked)
-        with answering():
-            return bool(
-                await self._ask_back(
-                    keys=[
-                        keys.recalled(job_id),
-                        keys.node_inbox(node_id),
-                        *(back(job_id) for back, _ in _RECORDS),
-                        keys.recalled_events(job_id),
-                    ],
-                    args=[asked, _ASKED_S, keys.MESSAGE_FIELD, command.model_dump_json()],
-                )
+        with self._telling():
+            is_first = await self._ask_back(
+                keys=[
+                    keys.recalled(job_id),
+                    *(back(job_id) for back, _ in _RECORDS),
+                    keys.recalled_events(job_id),
+                ],
+                args=[asked, _ASKED_S],
             )
+        if is_first:
+            streams = [back(job_id) for back, _ in _RECORDS]
+            made = [keys.recalled(job_id), *streams, keys.recalled_events(job_id)]
+            async with self._undone_unless_done(self._told, *made):
+                with answering():
+                    await self._tell_agent(
+                        keys=[keys.node_inbox(node_id)],
+                        args=[keys.MESSAGE_FIELD, command.model_dump_json()],
+                    )
+        return bool(is_first)
 
-    async def put_together(self, job_id: str) -> bool:
+    async def put_together(self, job_id: str, *, has_ended: bool) -> bool:
         """See ``Telemetry.put_together``."""
-        events = (keys.recalled_events, keys.job_older_events)
-        streams = [key(job_id) for pair in (events, *_RECORDS) for key in pair]
-        with answering():
-            return bool(
-                await self._put_together(
-                    keys=[
-                        keys.recalled(job_id),
-                        keys.job(job_id),
-                        keys.job_records(job_id),
-                        *streams,
-                    ],
-                    args=[self._recalled_s, *TERMINAL_STATES],
+        name = keys.recalled(job_id)
+        with self._telling():
+            commands = ("HMGET", "asked", "done"), ("TTL",)
+            said, left_s = await self._answers(self._told.reads, name, *commands)
+            asked, done = said or (None, None)
+            # One that lives for ever is no controller's: any agent may write it.
+            if asked is None or asked != done or left_s < 0:
+                return False
+            events = await self._all_events(keys.recalled_events(job_id))
+        older = keys.job_older_events(job_id)
+        if events:
+            with answering():
+                # Beside the controller's own, which no agent writes.
+                async with self._clients.writes.pipeline(transaction=True) as pipe:
+                    pipe.delete(older)
+                    for event in events:
+                        pipe.xadd(older, {keys.MESSAGE_FIELD: event.body}, id=event.id)
+                    pipe.expire(older, self._recalled_s)
+                    await pipe.execute()
+        async with self._undone_unless_done(self._clients, *([older] if events else ())):
+            with self._telling():
+                return bool(
+                    await self._put_together(
+                        keys=[
+                            name,
+                            keys.job_records(job_id),
+                            keys.recalled_events(job_id),
+                            *(key(job_id) for pair in _RECORDS for key in pair),
+                        ],
+                        args=[self._recalled_s if has_ended else ""],
+                    )
                 )
-            )
+
+    async def _all_events(self, key: str) -> list[Entry]:
+        """Those that were brought back."""
+        found, _ = await self._streams.rows(key, OLDER_EVENTS, None, OLDER_EVENTS.most)
+        return [event for event in found if event.body]
+
+    @contextlib.asynccontextmanager
+    async def _undone_unless_done(self, clients: RedisClients, *made: str) -> AsyncIterator[None]:
+        """Delete what was made on one server if the other one refuses what belongs to it."""
+        try:
+            yield
+        except StoreUnavailableError:
+            if made:
+                with contextlib.suppress(StoreUnavailableError), answering():
+                    await clients.writes.delete(*made)
+            raise
 
     async def lacks_events(self, job_id: str) -> bool:
         """See ``Telemetry.lacks_events``."""
@@ -262,45 +344,59 @@ class RedisTelemetry:
 
     async def closed(self, job_id: str, fence: int, events_to: str | None) -> None:
         """See ``Telemetry.closed``."""
+        last = [
+            await self._newest(keys.job_steps(job_id), STEPS),
+            await self._newest(keys.job_metrics(job_id), METRICS),
+        ]
         with answering():
-            await self._closed(
+            status = await self._closed(
                 keys=[
                     keys.job(job_id),
                     keys.job_last(job_id),
-                    keys.job_steps(job_id),
-                    keys.job_metrics(job_id),
                     keys.job_events(job_id),
                     keys.job_older_events(job_id),
-                    keys.job_logs(job_id),
-                    keys.job_records(job_id),
                     keys.job_history(job_id),
                 ],
                 args=[
                     fence,
                     self._recalled_s,
-                    keys.LAST_KEPT,
-                    keys.MESSAGE_FIELD,
+                    *last,
                     events_to or "",
                     keys.LAST_EVENTS_KEPT,
                     *TERMINAL_STATES,
                 ],
             )
+        if status == "ok":
+            names = [*(here(job_id) for _, here in _RECORDS), keys.job_records(job_id)]
+            with self._telling():
+                await self._let_go(keys=names, args=[self._recalled_s])
+
+    async def _newest(self, key: str, bounds: Bounds) -> str:
+        """The last few records in a stream as they are, a line each."""
+        with self._telling():
+            (entries,) = await self._streams.last([key], bounds, keys.LAST_KEPT)
+        return "\n".join(entry.body for entry in entries if entry.body)
 
     async def read(self, job_id: str, log: Log, after: str | None, limit: int) -> list[Entry]:
         """See ``Telemetry.read``."""
-        rows, first = await self._rows(_log_key(job_id, log), after, limit)
+        key = _log_key(job_id, log)
+        if log is Log.OUTPUT:
+            with self._telling():
+                rows, first = await self._streams.rows(key, OUTPUT, after, limit)
+        else:
+            rows, first = await self._own_rows(key, after, limit)
         if log is not Log.EVENTS:
             _refuse_trimmed(after, first)
             return rows
-        older, first_older = await self._rows(keys.job_older_events(job_id), after, limit)
+        older, first_older = await self._own_rows(keys.job_older_events(job_id), after, limit)
         _refuse_trimmed(after, first_older or first)
         by_id = {_order(entry.id): entry for entry in (*older, *rows)}
         return [by_id[place] for place in sorted(by_id)][:limit]
 
-    async def _rows(
+    async def _own_rows(
         self, key: str, after: str | None, limit: int
     ) -> tuple[list[Entry], list[Entry]]:
-        """Up to ``limit`` entries of a stream behind ``after``, and its first one."""
+        """Up to ``limit`` entries behind ``after`` of a stream that only controllers append to, and its first one."""
         rows, first = await self._answers(
             self._clients.reads,
             key,
@@ -312,9 +408,10 @@ class RedisTelemetry:
     async def wait(self, job_id: str, log: Log, after: str | None, timeout_s: float) -> None:
         """See ``Telemetry.wait``."""
         block_ms = max(int(min(timeout_s, MAX_BLOCK_S) * 1000), 1)
-        with answering():
+        is_output = log is Log.OUTPUT
+        with self._telling() if is_output else answering():
             try:
-                await self._clients.streams.xread(
+                await (self._told if is_output else self._clients).streams.xread(
                     {_log_key(job_id, log): after or _BEGINNING}, count=1, block=block_ms
                 )
             except ResponseError as error:
@@ -322,6 +419,22 @@ class RedisTelemetry:
                     raise
                 # Whoever reads it says so; it will have no entry by itself.
                 await asyncio.sleep(block_ms / 1000)
+
+    @contextlib.contextmanager
+    def _telling(self) -> Iterator[None]:
+        """As ``answering``; a server of telemetry's own is named, and left alone for a while if it is away."""
+        if self._away is not None and time.monotonic() < self._away[0]:
+            raise TelemetryUnavailableError(self._away[1])
+        try:
+            with answering():
+                yield
+        except StoreUnavailableError as error:
+            if self._told is self._clients:
+                raise
+            why = f"the one for telemetry: {error}"
+            self._away = time.monotonic() + _LEFT_ALONE_S, why
+            raise TelemetryUnavailableError(why) from error
+        self._away = None
 
     async def _answers(self, client: Redis, key: str, *commands: tuple[Any, ...]) -> list[Any]:
         """What these commands answer of one key, all of one moment; None where it has another type."""
@@ -331,6 +444,14 @@ class RedisTelemetry:
                     pipe.execute_command(name, key, *arguments)
                 rows = await pipe.execute(raise_on_error=False)
             return self._clients.unreadable.of_their_type([key] * len(rows), rows)
+
+
+def _bounds(kind: type[_Record]) -> Bounds:
+    return STEPS if kind is StepRecord else METRICS
+
+
+def _size(found: tuple[str, str, Any, Any]) -> int:
+    return found[3] if isinstance(found[3], int) else 0
 
 
 def _refuse_trimmed(after: str | None, first: list[Entry]) -> None:

@@ -8,13 +8,19 @@ from collections.abc import Sequence
 from typing import Final
 
 from services.contract.api.views import Evaluation
-from services.contract.messages.commands import CommitCheckpoint, LaunchGang, StopGang
+from services.contract.messages.commands import (
+    CommitCheckpoint,
+    LaunchGang,
+    LoadCheckpoint,
+    StopGang,
+)
 from services.contract.messages.facts import (
     Evaluated,
     GangDiagnosed,
     GangEnded,
     GangLaunched,
     GangProgressed,
+    LaunchLoads,
     LaunchRefused,
 )
 from services.contract.words.states import CheckpointState, JobState
@@ -72,7 +78,13 @@ def on_placed(event: GangPlaced, draft: Draft) -> None:
         f"{source.words}",
         started_ms=draft.now_ms if job.started_ms is None else job.started_ms,
     )
-    _launch(draft, [event.plan.ranks[0].node_id])
+    head = event.plan.ranks[0].node_id
+    _launch(draft, [head])
+    if source.checkpoint_id is not None:
+        # They are commanded to launch once rank 0 listens, which then would wait for what they load.
+        others = [node for node in event.incarnations if node != head]
+        load = LoadCheckpoint(job_id=job.id, fence=fence, checkpoint_id=source.checkpoint_id)
+        draft.send(load, others)
 
 
 def _append(draft: Draft, attempt: Attempt) -> None:
@@ -111,6 +123,20 @@ def on_launched(fact: GangLaunched, draft: Draft) -> None:
         _launch(draft, [n for n in attempt.live_nodes if n not in launched])
     if draft.job.state == JobState.PLACING and len(launched) == len(attempt.incarnations):
         draft.transition(JobState.STARTING, f"attempt {attempt.fence}: all ranks are launched")
+
+
+def on_loads(fact: LaunchLoads, draft: Draft) -> None:
+    """A node loads the checkpoint from the bucket, and launches its ranks then: it is waited for as long as bytes come."""
+    attempt = draft.job.attempt
+    if attempt is None or attempt.has_failed or draft.job.stop is not None:
+        return
+    if draft.job.state != JobState.PLACING or fact.node_id not in attempt.live_nodes:
+        return
+    answered(draft)
+    loaded, total = (count / 1e9 for count in (fact.bytes, fact.of))
+    draft.change(
+        reason=f"attempt {attempt.fence}: {fact.node_id} loads the checkpoint, {loaded:.1f} of {total:.1f} GB"
+    )
 
 
 def on_refused(fact: LaunchRefused, draft: Draft) -> None:

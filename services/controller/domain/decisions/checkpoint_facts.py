@@ -28,6 +28,10 @@ from services.controller.domain.record import is_ahead
 _GONE_KEPT: Final = 64
 _ABORTED_KEPT: Final = 8
 _WRITING_KEPT: Final = 16
+# Ranks may put files into a chain, and each number is an event and stays in the job's record.
+_DAMAGED_KEPT: Final = 256
+_STUCK_RESENT: Final = 16
+_KEPT_NAMED: Final = 16
 
 
 def on_began(fact: CheckpointBegan, draft: Draft) -> None:
@@ -40,6 +44,9 @@ def on_voted(fact: CheckpointVoted, draft: Draft) -> None:
     before = _open(draft, fact.checkpoint_id)
     if before is None:
         return
+    book = draft.job.attempts[-1].replicas
+    if book is not None and not book.has(fact.shard.rank):
+        return  # its replica was given up for lost before its vote came
     after = checkpoints.count_vote(before, fact)
     _put(draft, after)
     if before.state == after.state:
@@ -79,6 +86,10 @@ def on_linked(fact: CheckpointLinked, draft: Draft) -> None:
     answered(draft)
     linked = checkpoints.commit(known, fact, draft.now_ms)
     _put(draft, linked)
+    attempt = draft.job.attempt
+    if attempt is not None and attempt.condition is not None and fact.fence == attempt.fence:
+        draft.change(reason=f"the checkpoint of step {linked.step} is committed")
+        draft.change_attempt(condition=None)
     draft.note(
         "checkpoint.committed",
         f"checkpoint of step {linked.step} is committed ({linked.total_bytes} bytes)",
@@ -94,8 +105,8 @@ def on_linked(fact: CheckpointLinked, draft: Draft) -> None:
 def on_lost(fact: CheckpointLost, draft: Draft) -> None:
     """The checkpoint will not be committed; training goes on without it.
 
-    Unless nothing follows it and the state of the node is to blame: then the commit is commanded
-    again when its answer would be overdue.
+    Unless the state of the node or of the bucket is to blame and no later one takes its place: then the commit is
+    commanded again when its answer would be overdue.
     """
     if fact.checkpoint_id in draft.job.gone:
         return
@@ -103,6 +114,7 @@ def on_lost(fact: CheckpointLost, draft: Draft) -> None:
     if known is None:
         return
     if fact.condition is not None and _is_worth_waiting(draft, known):
+        answered(draft)
         _wait(draft, known, fact.condition, "its agent waits, and commits")
         return
     aborted = checkpoints.abort(known, fact.reason)
@@ -119,9 +131,10 @@ def on_lost(fact: CheckpointLost, draft: Draft) -> None:
 
 
 def on_retired(fact: CheckpointRetired, draft: Draft) -> None:
-    """Its deletion stands in the chain: the index forgets it."""
+    """Its deletion, which was commanded, stands in the chain: the index forgets it."""
     known = draft.job.checkpoints.get(fact.checkpoint_id)
-    if known is not None:
+    # Any agent can say so of any checkpoint, and one that is forgotten does not come back.
+    if known is not None and known.state == CheckpointState.DELETING:
         _forget(draft, [known])
         draft.note(
             "checkpoint.retired",
@@ -134,11 +147,13 @@ def on_retired(fact: CheckpointRetired, draft: Draft) -> None:
 def on_verified(fact: CheckpointVerified, draft: Draft) -> None:
     """Every file of it is what was committed, now; one that was CORRUPT counts again."""
     known = draft.job.checkpoints.get(fact.checkpoint_id)
-    if known is None or known.state not in {CheckpointState.COMMITTED, CheckpointState.CORRUPT}:
+    if known is None or known.state not in LINKED_STATES:
         return
+    # One that is being deleted stays: its agent found that those are missing for which it was given up.
     verified_ms = known.verified_ms
     if (
-        verified_ms is not None
+        known.state != CheckpointState.DELETING
+        and verified_ms is not None
         and draft.now_ms <= verified_ms
         and not is_ahead(verified_ms, draft.now_ms)
     ):
@@ -195,11 +210,10 @@ def on_unread(fact: CheckpointUnread, draft: Draft) -> None:
 
 def on_damaged(fact: ChainDamaged, draft: Draft) -> None:
     """Records of the chain cannot be read: the checkpoints that they commit are CORRUPT."""
-    new = [record for record in fact.records if record.number not in draft.job.damaged_records]
-    if not new:
-        return
-    numbers = {record.number: record for record in new}
-    draft.change(damaged_records=(*draft.job.damaged_records, *numbers))
+    known = frozenset(draft.job.damaged_records)
+    numbers = {record.number: record for record in fact.records if record.number not in known}
+    new = list(numbers.values())[: max(_DAMAGED_KEPT - len(known), 0)]
+    draft.change(damaged_records=(*draft.job.damaged_records, *(each.number for each in new)))
     for record in new:
         draft.note(
             "checkpoint.chain_damaged",
@@ -208,14 +222,14 @@ def on_damaged(fact: ChainDamaged, draft: Draft) -> None:
             number=record.number,
             file=f"chain/{record.name}",
         )
-    for known in draft.job.checkpoints.values():
-        if known.state == CheckpointState.COMMITTED and known.number in numbers:
-            damaged = numbers[known.number]
+    for checkpoint in draft.job.checkpoints.values():
+        if checkpoint.state == CheckpointState.COMMITTED and checkpoint.number in numbers:
+            damaged = numbers[checkpoint.number]
             loss = CheckpointCorrupt(
                 job_id=fact.job_id,
                 fence=fact.fence,
                 node_id=fact.node_id,
-                checkpoint_id=known.id,
+                checkpoint_id=checkpoint.id,
                 file=f"chain/{damaged.name}",
                 reason=damaged.reason,
             )
@@ -265,13 +279,14 @@ def _wait(draft: Draft, checkpoint: Checkpoint, condition: str, who: str) -> Non
 
 
 def _is_worth_waiting(draft: Draft, sealed: Checkpoint) -> bool:
-    """Whether no later checkpoint takes the place of this one, and no stop's grace is over."""
+    """Whether no later checkpoint has taken the place of this one, and no stop's grace is over."""
     job, attempt = draft.job, draft.job.attempt
     if attempt is None or sealed.state != CheckpointState.SEALED or sealed.fence != attempt.fence:
         return False
     if job.stop is not None:
         return draft.now_ms < job.stop.asked_ms + int(job.stop.grace_s * 1000)
-    return attempt.is_over or sealed.step >= job.spec.train.steps
+    written = {CheckpointState.SEALED, *LINKED_STATES}
+    return not any(c.step > sealed.step and c.state in written for c in job.checkpoints.values())
 
 
 def _put(draft: Draft, checkpoint: Checkpoint) -> None:
@@ -291,17 +306,18 @@ def _retire(draft: Draft) -> None:
         if name is not None
     )
     everything = job.checkpoints.values()
-    surplus = checkpoints.to_retire(
-        [c for c in everything if job.is_on_line(c)],
-        [c for c in everything if not job.is_on_line(c)],
-        job.spec.checkpoint,
-        protected,
-    )
-    stuck = [c for c in job.checkpoints.values() if c.state == CheckpointState.DELETING]
+    line = [c for c in everything if job.is_on_line(c)]
+    abandoned = [c for c in everything if not job.is_on_line(c)]
+    surplus = checkpoints.to_retire(line, abandoned, job.spec.checkpoint, protected)
+    stuck = [c for c in everything if c.state == CheckpointState.DELETING][:_STUCK_RESENT]
+    count = min(job.spec.checkpoint.keep_last, _KEPT_NAMED)
+    kept = tuple(c.id for c in checkpoints.newest(line, abandoned, count))
     for checkpoint in [*stuck, *surplus]:
         deleting = checkpoint.model_copy(update={"state": CheckpointState.DELETING})
         _put(draft, deleting)
-        command = RetireCheckpoint(job_id=job.id, fence=job.fence, checkpoint_id=checkpoint.id)
+        command = RetireCheckpoint(
+            job_id=job.id, fence=job.fence, checkpoint_id=checkpoint.id, kept=kept
+        )
         draft.send(command, [job.head_node])
 
 

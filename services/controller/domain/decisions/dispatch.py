@@ -15,6 +15,7 @@ from services.contract.messages.facts import (
     CheckpointVerified,
     CheckpointVoted,
     CheckpointWaits,
+    EpochBroken,
     Evaluated,
     ExportFailed,
     GangDiagnosed,
@@ -22,6 +23,7 @@ from services.contract.messages.facts import (
     GangLaunched,
     GangProgressed,
     JobPurged,
+    LaunchLoads,
     LaunchRefused,
     ReplicaLost,
     ReplicaReady,
@@ -114,6 +116,7 @@ _HANDLERS: Final[dict[type, _Handler]] = {
     HoldReleased: retention.on_released,
     OriginReleased: retention.on_origin_released,
     GangLaunched: attempt_events.on_launched,
+    LaunchLoads: attempt_events.on_loads,
     LaunchRefused: attempt_events.on_refused,
     GangProgressed: attempt_events.on_progressed,
     Evaluated: attempt_events.on_evaluated,
@@ -121,6 +124,7 @@ _HANDLERS: Final[dict[type, _Handler]] = {
     GangEnded: attempt_events.on_ended,
     ReplicaReady: replicas.on_ready,
     ReplicaLost: replicas.on_lost,
+    EpochBroken: replicas.on_broken,
     CheckpointBegan: checkpoint_facts.on_began,
     CheckpointVoted: checkpoint_facts.on_voted,
     CheckpointWaits: checkpoint_facts.on_waits,
@@ -182,12 +186,18 @@ def is_stale(job: Job, event: JobEvent) -> bool:
 
 
 def is_foreign(job: Job, event: JobEvent) -> bool:
-    """Whether a fact speaks of another job's checkpoint, which only a loading attempt may do.
+    """Whether a fact comes from a node without ranks of the attempt, or speaks of another job's checkpoint.
 
-    An attempt that is to load one, of whichever job, may find it corrupt.
+    An attempt that is to load a checkpoint, of whichever job, may find it corrupt. What storage holds any node
+    may tell.
     """
     if not isinstance(event, GangFact):
         return False
+    # Of names that no attempt has, any number could be kept in its record.
+    is_of_attempt = not isinstance(event, (*_TRUE_AT_ANY_FENCE, JobPurged))
+    attempt = job.attempt
+    if is_of_attempt and attempt is not None and event.node_id not in attempt.incarnations:
+        return True
     manifest = event.manifest if isinstance(event, CheckpointLinked) else None
     named = getattr(event if manifest is None else manifest, "checkpoint_id", None)
     if named is None or job_of_checkpoint(named) == job.id:

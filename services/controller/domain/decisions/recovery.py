@@ -5,7 +5,7 @@ from typing import Final
 from services.contract.messages.facts import ChainDamaged, CheckpointLinked, JobFound
 from services.contract.storage.job_cards import JobCard
 from services.contract.words.ids import job_of_checkpoint
-from services.contract.words.states import ExitReason, JobState
+from services.contract.words.states import TERMINAL_STATES, ExitReason, JobState
 from services.controller.domain.decisions.checkpoint_facts import on_damaged
 from services.controller.domain.job import checkpoint as checkpoints
 from services.controller.domain.job.attempt import Attempt, ReplicaBook
@@ -22,6 +22,7 @@ _DAMAGED: Final = (
     "records of its commit chain cannot be read, and without them it would start over: restore them, "
     "or resume it to do so"
 )
+_STANDINGS: Final = TERMINAL_STATES | {JobState.QUEUED, JobState.PAUSED}
 _PINNED = "pinned, because Redis lost pins and holds: unpin those that retention may delete"
 
 
@@ -35,6 +36,9 @@ def found_again(fact: JobFound, now_ms: int) -> Decision:
     somebody unpins them.
     """
     card = fact.card
+    if card.standing not in _STANDINGS:
+        # Ranks may write where cards lie: without an attempt it could neither run nor end.
+        card = card.model_copy(update={"standing": JobState.PAUSED})
     job = Job(
         id=fact.job_id,
         spec=card.spec,

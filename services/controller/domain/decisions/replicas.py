@@ -1,8 +1,9 @@
 """Which replicas of an attempt take part, where it continues without lost ones.
 
 Each change makes the next epoch: a set of members that agents send to their ranks. A lost replica is
-started again by its agent, and becomes a member once it has built its model. When no other is left, or
-one is lost again and again, the attempt ends like any other.
+started again by its agent, and becomes a member once it has built its model. Where connections broke and nobody died,
+the same members begin another epoch. When no other is left, or one is lost again and again, or connections break again
+and again, the attempt ends like any other.
 """
 
 from collections.abc import Collection
@@ -10,7 +11,13 @@ from typing import Final
 
 from services.contract.jobs.plans import GangPlan
 from services.contract.messages.commands import ReturnReplica, SetReplicas, StopGang
-from services.contract.messages.facts import ExitStanding, RankExit, ReplicaLost, ReplicaReady
+from services.contract.messages.facts import (
+    EpochBroken,
+    ExitStanding,
+    RankExit,
+    ReplicaLost,
+    ReplicaReady,
+)
 from services.contract.messages.rank_pipe import ReplicaSet
 from services.contract.words.states import CheckpointState
 from services.controller.domain.job.attempt import Attempt, ReplicaBook
@@ -18,7 +25,7 @@ from services.controller.domain.job.effects import Draft
 from services.controller.domain.job.job import Job
 
 MOST_LOSSES: Final = 3
-"""So often may one replica be lost within ``LOSSES_WITHIN_MS``; the last of these ends the attempt."""
+"""So often may one replica be lost within ``LOSSES_WITHIN_MS``, or connections break; the last of these ends the attempt."""
 LOSSES_WITHIN_MS: Final = 600_000
 _LOSSES_KEPT: Final = 64
 _LINE_KEPT: Final = 300
@@ -79,6 +86,23 @@ def on_lost(fact: ReplicaLost, draft: Draft) -> None:
             job_id=draft.job.id, fence=attempt.fence, replica=fact.replica, life=life
         )
         draft.send(command, [node])
+
+
+def on_broken(fact: EpochBroken, draft: Draft) -> None:
+    """Connections between members broke and nobody died: the same members begin another epoch, within bounds."""
+    attempt, book = _known(draft)
+    if attempt is None or book is None or book.given_up is not None or book.epoch != fact.epoch:
+        return
+    recent = tuple(at for at in book.breaks if draft.now_ms - at < LOSSES_WITHIN_MS)
+    breaks = (*recent, draft.now_ms)
+    _write(draft, book, breaks=breaks)
+    words = "the connections between replicas broke, although none is lost"
+    draft.note("replica.reconnected", words, fence=attempt.fence, present=len(book.members))
+    if len(breaks) >= MOST_LOSSES:
+        often = f"{words}, {len(breaks)} times within {LOSSES_WITHIN_MS // 60_000} minutes"
+        _give_up(draft, draft.job.attempts[-1].replicas or book, often)
+    else:
+        _set(draft, book.members)
 
 
 def survives(draft: Draft, node_id: str) -> bool:

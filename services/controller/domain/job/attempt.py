@@ -67,7 +67,8 @@ class ReplicaBook(Record):
     ``count`` of ``size`` ranks each. ``members`` take part, by the set with number ``epoch``; before all
     had begun it is 0. ``lives``: how often each was launched; ``stores``: where the first rank of those listens that
     have built their models. ``losses``: which was lost when, the newest ones; ``lost`` and ``returned``
-    count all. ``given_up``: why the attempt ends all the same.
+    count all. ``breaks``: when connections between members broke without a loss, the newest ones. ``given_up``: why the
+    attempt ends all the same.
     """
 
     count: int
@@ -79,6 +80,7 @@ class ReplicaBook(Record):
     losses: tuple[tuple[int, int], ...] = ()
     lost: int = 0
     returned: int = 0
+    breaks: tuple[int, ...] = ()
     given_up: str | None = None
 
     def has(self, rank: int) -> bool:

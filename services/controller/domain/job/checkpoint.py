@@ -227,12 +227,23 @@ def to_retire(
     if wanted.keep_best is not None:
         protected |= {c.id for c in best_of(line, wanted.keep_best)}
     verified_last = last_verified(line) or last_verified(abandoned)
-    committed = [*_by_commit(abandoned), *_by_commit(line)]
+    committed = _in_order(line, abandoned)
     return tuple(
         c
         for c in committed[: -wanted.keep_last]
         if c.id not in protected and c != verified_last and not c.pinned
     )
+
+
+def newest(
+    line: Iterable[Checkpoint], abandoned: Iterable[Checkpoint], count: int
+) -> tuple[Checkpoint, ...]:
+    """The last ``count`` committed ones in the order in which retention gives them up."""
+    return tuple(_in_order(line, abandoned)[-count:])
+
+
+def _in_order(line: Iterable[Checkpoint], abandoned: Iterable[Checkpoint]) -> list[Checkpoint]:
+    return [*_by_commit(abandoned), *_by_commit(line)]
 
 
 def _by_commit(checkpoints: Iterable[Checkpoint]) -> list[Checkpoint]:

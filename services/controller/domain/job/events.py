@@ -21,6 +21,7 @@ from services.contract.messages.facts import (
     CheckpointVerified,
     CheckpointVoted,
     CheckpointWaits,
+    EpochBroken,
     Evaluated,
     ExportFailed,
     GangDiagnosed,
@@ -29,6 +30,7 @@ from services.contract.messages.facts import (
     GangProgressed,
     JobFound,
     JobPurged,
+    LaunchLoads,
     LaunchRefused,
     ReplicaLost,
     ReplicaReady,
@@ -272,6 +274,7 @@ class OriginReleased:
 
 GangFact = (
     GangLaunched
+    | LaunchLoads
     | LaunchRefused
     | GangProgressed
     | CheckpointBegan
@@ -294,6 +297,7 @@ GangFact = (
     | GangDiagnosed
     | ReplicaReady
     | ReplicaLost
+    | EpochBroken
     | GangEnded
 )
 JobEvent = (

@@ -20,6 +20,7 @@ from fsdp_core.plan.model import (
     OptimizerFacts,
     Seats,
     ShardingPlan,
+    TensorParallelPlan,
     Training,
     Workload,
     conditions_for,
@@ -188,7 +189,7 @@ def _question(spec: JobSpec, room: RankRoom, optimizer: OptimizerFacts) -> Layou
             shared_memory=plan.shared_memory,
         ),
         fixed=_fixed(spec, plan),
-        splits=default_plan.splits_of(spec),
+        splits=_splits(spec, room),
         groups=spec.resources.world is None or spec.mesh != "auto",
     )
     return question if _can_split(spec, question) else replace(question, splits=())
@@ -217,6 +218,16 @@ def _fixed(spec: JobSpec, plan: ShardingPlan) -> Fixed:
     said = fixed_by(plan, default_plan.said(spec))
     has_mesh = spec.mesh != "auto" or spec.resources.world is not None
     return replace(said, mesh=plan.mesh) if has_mesh else said
+
+
+def _splits(spec: JobSpec, room: RankRoom) -> tuple[TensorParallelPlan, ...]:
+    """What may be split over tp.
+
+    On CPUs nothing unless the mesh is set: by estimates a split model is never clearly faster there,
+    as sums of activations go through sockets, and following it takes two thirds of a probe.
+    """
+    is_open = room.device_type == "cpu" and spec.mesh == "auto"
+    return () if is_open else default_plan.splits_of(spec)
 
 
 def _can_split(spec: JobSpec, question: LayoutQuestion) -> bool:

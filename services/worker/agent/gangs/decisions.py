@@ -175,7 +175,9 @@ def _heard(state: GangState, rank: RankState, message: RankMessage, now: float) 
         case RankCheckpointBegan(step=step):
             state = replace(state, began=step)
         case RankCheckpointWaits():
-            progress = replace(state.progress, moved_at=now)
+            # Its replica's other ranks wait for it, and say nothing.
+            still = {**state.progress.still, **dict.fromkeys(state.replica_of(rank.rank), now)}
+            progress = replace(state.progress, moved_at=now, still=still)
             state = replace(state, progress=progress, waited_at=now)
         case _:
             pass
@@ -197,7 +199,10 @@ def _misbehaved(state: GangState, rank: RankState, what: str, now: float) -> Dec
     rank = replace(
         rank, failed=rank.failed or said, finished=None, misbehaved=True, spoke_last_at=now
     )
-    return _kill_all(_with_word(state, rank))
+    state = _with_word(state, rank)
+    if replica_loss.may_lose(state):  # it costs its own replica, as any end of it does
+        return _kill(state, tuple(state.replica_of(rank.rank)))
+    return _kill_all(state)
 
 
 def _exited(state: GangState, rank: RankState, event: Exited, now: float) -> Decision:
@@ -332,11 +337,17 @@ def _looked_at(state: GangState, event: LookedAt, now: float) -> Decision:
         usual_step_s=event.usual_step_s,
         asked_s=state.hang_timeout_s,
         is_script=state.is_script,
+        # Replicas that may be lost show the same phase as they wait for each other; their links have a time of their own.
+        cut_off=bool(event.cut_off) and not replica_loss.may_lose(state),
     )
     stopped = event.stopped & {rank.rank for rank in busy}
     progress, freeze = look_at_stopped(state.progress, stopped, state.hang_timeout_s, now)
     progress, stall = look(progress, marks, allowed_s, now)
     state = replace(state, progress=progress)
+    if replica_loss.may_lose(state):
+        stuck = replica_loss.stuck(state, event.usual_step_s, now)
+        if stuck:
+            return replica_loss.given_up(state, stuck, now)
     found = next((each for each in (stall, freeze) if each.is_hang), None)
     if found is None:
         return state, ()

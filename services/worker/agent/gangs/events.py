@@ -6,7 +6,7 @@ from typing import Literal
 
 from services.contract.messages.base import Address
 from services.contract.messages.commands import RecordTrace, StopGang
-from services.contract.messages.facts import Fact
+from services.contract.messages.facts import Fact, TraceFailed
 from services.contract.messages.findings import Findings
 from services.contract.messages.rank_pipe import (
     RankMessage,
@@ -126,12 +126,14 @@ class DiagnosisAsked:
 class LookedAt:
     """The boards were read: what they show, by rank, and the median time of the last steps.
 
-    ``stopped``: the ranks whose processes are stopped.
+    ``stopped``: the ranks whose processes are stopped. ``cut_off``: those that meet the others and send to a link
+    that carries nothing.
     """
 
     marks: Mapping[int, Mark]
     usual_step_s: float | None = None
     stopped: frozenset[int] = frozenset()
+    cut_off: frozenset[int] = frozenset()
 
 
 @dataclass(frozen=True)
@@ -198,7 +200,7 @@ class DropTrace:
 
     rank: int
     trace_id: str
-    fact: Fact
+    fact: TraceFailed
 
 
 @dataclass(frozen=True)

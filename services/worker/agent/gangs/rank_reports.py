@@ -16,6 +16,7 @@ from services.contract.messages.facts import (
     CheckpointLost,
     CheckpointVoted,
     CheckpointWaits,
+    EpochBroken,
     Evaluated,
     Fact,
     TraceFailed,
@@ -26,6 +27,7 @@ from services.contract.messages.rank_pipe import (
     RankCheckpointBegan,
     RankCheckpointFailed,
     RankCheckpointWaits,
+    RankEpochBroken,
     RankEvaluated,
     RankFoundCorrupt,
     RankMessage,
@@ -43,6 +45,7 @@ _Told = (
     | RankCheckpointFailed
     | RankFoundCorrupt
     | RankEvaluated
+    | RankEpochBroken
     | RankTraced
     | RankTraceFailed
 )
@@ -53,6 +56,7 @@ _FACTS: Final[Mapping[type[_Told], type[Fact]]] = {
     RankCheckpointFailed: CheckpointLost,
     RankFoundCorrupt: CheckpointCorrupt,
     RankEvaluated: Evaluated,
+    RankEpochBroken: EpochBroken,
     RankTraced: TraceRecorded,
     RankTraceFailed: TraceFailed,
 }

@@ -1,13 +1,15 @@
 """What an agent decides about replicas that may be lost alone: pure functions.
 
-A replica is lost when one of its ranks fails: the others of it are killed, and once all are dead the
-controller is told. It says who takes part then (``ReplicasSet``), and has the replica started again.
+A replica is lost when one of its ranks fails, or stands still while the others wait for it: its ranks are killed, and once all are
+dead the controller is told. It says who takes part then (``ReplicasSet``), and has the replica started again.
 """
 
+from collections.abc import Mapping
 from dataclasses import replace
 
 from services.contract.messages.facts import ReplicaReady
-from services.contract.messages.rank_pipe import RankOrder
+from services.contract.messages.rank_pipe import RankFailed, RankOrder
+from services.contract.words.states import RankPhase
 from services.worker.agent.gangs.events import (
     Effect,
     Instruct,
@@ -18,6 +20,7 @@ from services.worker.agent.gangs.events import (
     TellLost,
 )
 from services.worker.agent.gangs.state import GangState, RankState
+from services.worker.agent.telemetry.hang import STOPPED_ALLOWED_S, allowance_s
 
 Decision = tuple[GangState, tuple[Effect, ...]]
 
@@ -60,6 +63,78 @@ def failed(state: GangState, rank: RankState) -> Decision:
     if replica in state.lost or not all(each.ended for each in fellows.values()):
         return state, effects
     return replace(state, lost=state.lost | {replica}), (*effects, TellLost(replica))
+
+
+def stuck(state: GangState, usual_step_s: float | None, now: float) -> Mapping[int, str]:
+    """The ranks here for which the members of other replicas wait too long, and what is wrong with each.
+
+    Empty where all members are stuck: then the gang hangs like any other. Ranks that wait for other replicas, or
+    for a word of the controller, show RENDEZVOUS, and are not to blame unless their processes are stopped.
+    """
+    found: dict[int, str] = {}
+    size = state.replica_size or 1
+    for replica in state.members:
+        ranks = {n: r for n, r in state.ranks.items() if n // size == replica}
+        found |= _stopped(state, ranks, now) or _still(state, ranks, usual_step_s, now)
+    return {} if {rank // size for rank in found} >= set(state.members) else found
+
+
+def given_up(state: GangState, stuck: Mapping[int, str], now: float) -> Decision:
+    """Ranks that stand still are killed, and with them their replicas: dead, none of them writes or returns by itself."""
+    size = state.replica_size or 1
+    replicas = {rank // size for rank in stuck}
+    killed = {
+        number: replace(
+            rank,
+            killed=True,
+            failed=_said(stuck[number], state.progress.marks[number].step)
+            if number in stuck
+            else rank.failed,
+            spoke_last_at=now if number in stuck else rank.spoke_last_at,
+        )
+        for number, rank in state.ranks.items()
+        if number // size in replicas and not rank.ended
+    }
+    return replace(state, ranks={**state.ranks, **killed}), (Kill(tuple(killed)),)
+
+
+def _stopped(state: GangState, ranks: Mapping[int, RankState], now: float) -> Mapping[int, str]:
+    allowed_s = state.hang_timeout_s or STOPPED_ALLOWED_S
+    since = {rank: at for rank, at in state.progress.stopped.items() if rank in ranks}
+    return {
+        rank: f"its process is stopped, for {now - at:.1f} s"
+        for rank, at in since.items()
+        if now - at > allowed_s
+    }
+
+
+def _still(
+    state: GangState, ranks: Mapping[int, RankState], usual_step_s: float | None, now: float
+) -> Mapping[int, str]:
+    marks = {
+        rank: mark
+        for rank, mark in state.progress.marks.items()
+        if rank in ranks and mark.phase is not RankPhase.RENDEZVOUS
+    }
+    if not marks:
+        return {}
+    allowed_s = allowance_s(
+        marks,
+        stepped=all(rank.step_seen for rank in ranks.values()),
+        usual_step_s=usual_step_s,
+        asked_s=state.hang_timeout_s,
+    )
+    still_s = now - max(state.progress.still[rank] for rank in marks)
+    if still_s <= allowed_s:
+        return {}
+    return {
+        rank: f"it stood still for {still_s:.1f} s in {mark.phase.name}, and the other replicas waited"
+        for rank, mark in marks.items()
+    }
+
+
+def _said(what: str, step: int) -> RankFailed:
+    return RankFailed(error=what, traceback="", step=max(step, 0))
 
 
 def are_set(state: GangState, event: ReplicasSet) -> Decision:

@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import dataclasses
 import signal
+import threading
 import time
 from collections.abc import Callable, Collection, Coroutine, Iterator, Mapping
 from functools import partial
@@ -12,13 +13,13 @@ from typing import Final
 
 import structlog
 
-from services.contract.jobs.traces import remove_drafts, trace_file
 from services.contract.messages.facts import (
     Fact,
     GangEnded,
     RankExit,
     ReplicaLost,
     RunningGang,
+    TraceRecorded,
 )
 from services.contract.messages.findings import Findings
 from services.contract.messages.rank_pipe import (
@@ -35,7 +36,6 @@ from services.worker.agent.gangs.decisions import decide
 from services.worker.agent.gangs.events import (
     CheckVote,
     Condemned,
-    DropTrace,
     Event,
     Exited,
     Instruct,
@@ -55,6 +55,7 @@ from services.worker.agent.gangs.events import (
 )
 from services.worker.agent.gangs.exit_order import aborted_for_memory, exits, lost_thread
 from services.worker.agent.gangs.state import GangState, RankState
+from services.worker.agent.gangs.trace_files import TraceFiles
 from services.worker.agent.gangs.vote_check import VoteCheck
 from services.worker.agent.host.connections import unanswered
 from services.worker.agent.host.folders import AttemptFolder
@@ -71,6 +72,7 @@ from services.worker.agent.host.stacks import collect
 from services.worker.agent.ranks.launch import Crew
 from services.worker.agent.ranks.rank_link import RankLink
 from services.worker.agent.storage.shared_files import SharedFiles
+from services.worker.agent.telemetry.cut_links import CutLinks
 from services.worker.agent.telemetry.gang_telemetry import GangTelemetry, Records
 from services.worker.agent.telemetry.hang import Mark
 
@@ -123,7 +125,7 @@ class GangRuntime:
         )
         self._seats = dict(crew.seats)
         self._mask = Mask(seat.secrets)
-        self._telemetry = GangTelemetry(crew, node_id, folder)
+        self._telemetry = GangTelemetry(crew, node_id, folder, _in_a_thread)
         self._votes = VoteCheck(
             files, seat.job_id, len(crew.seats), self._vote_checked, self._vote_waits
         )
@@ -133,12 +135,14 @@ class GangRuntime:
         self._forker_gone = False
         self._ended_at: float | None = None
         self._looking: set[asyncio.Task[None]] = set()
-        self._dropping: set[asyncio.Task[None]] = set()
+        self._freeing: set[asyncio.Task[None]] = set()
+        self._traces = TraceFiles(files, self._state.storage_root, self._tell_unless_fenced)
         self._oom_kills_before = oom_kills()
         self._first_exit_at: float | None = None
         self._looked_for_dead_at = time.monotonic()
         self._unreaped: set[int] = set()
         self._marks: dict[int, Mark] = {}
+        self._cut_links = CutLinks()
 
     def has(self, pid: int) -> bool:
         """Whether a rank that is not reaped yet has this process id."""
@@ -152,6 +156,11 @@ class GangRuntime:
             return None
         return RunningGang(job_id=self.job_id, fence=self.fence, ranks=ranks)
 
+    @property
+    def ended(self) -> bool:
+        """Whether no rank lives, and none is to come back: one that was started since must not."""
+        return self._state.ended
+
     def connect(self) -> None:
         """Begin to hear the ranks."""
         for rank, end in self._pipes.items():
@@ -160,7 +169,7 @@ class GangRuntime:
     def seats_to_return(self, replica: int, life: int) -> Mapping[int, RankSeat]:
         """The seats of a replica that is to be started for the ``life``-th time; none if it was, or must not be."""
         is_due = replica in self._state.lost and life > self._state.lives[replica]
-        if self.fenced or self._state.stopped is not None or not is_due:
+        if self.fenced or self.ended or self._state.stopped is not None or not is_due:
             return {}
         size = self._state.replica_size or 1
         return {rank: seat for rank, seat in self._seats.items() if rank // size == replica}
@@ -231,7 +240,7 @@ class GangRuntime:
                 case LookInto():
                     _run(self._look_into(effect), self._looking)
                 case _:
-                    _run(self._drop_trace(effect), self._dropping)
+                    self._traces.drop(effect.rank, effect.trace_id, effect.fact)
 
     def tick(self, *, pauses: bool = False) -> None:
         """Look at the boards and the clock; to be called about ten times a second.
@@ -256,7 +265,9 @@ class GangRuntime:
                 marks, usual_s = self._telemetry.marks(), self._telemetry.usual_step_s()
                 still = {rank for rank, mark in marks.items() if self._marks.get(rank) == mark}
                 self._marks = marks
-                self.happen(LookedAt(marks, usual_s, self._stopped(still)))
+                pids = {r.rank: r.pid for r in self._state.ranks.values() if not r.ended}
+                cut_off = self._cut_links.of(marks, pids)
+                self.happen(LookedAt(marks, usual_s, self._stopped(still), cut_off))
             self.happen(Ticked())
 
     def silent(self) -> bool:
@@ -274,7 +285,7 @@ class GangRuntime:
         waits = time.monotonic() <= self._ended_at + _PIPE_END_S
         if waits and not all(link.closed for link in self._links.values()):
             return False
-        is_idle = self._votes.is_idle and not self._dropping
+        is_idle = self._votes.is_idle and self._traces.is_idle
         return is_idle or (self._state.stopped is not None and not waits)
 
     async def sweep(self, mark: str) -> None:
@@ -321,7 +332,15 @@ class GangRuntime:
     def _say(self, effect: Tell | TellLost) -> None:
         if self.fenced:
             return
-        self._tell(effect.fact if isinstance(effect, Tell) else self._found_lost(effect.replica))
+        fact = effect.fact if isinstance(effect, Tell) else self._found_lost(effect.replica)
+        if isinstance(fact, TraceRecorded):
+            self._traces.publish(fact)
+        else:
+            self._tell(fact)
+
+    def _tell_unless_fenced(self, fact: Fact) -> None:
+        if not self.fenced:
+            self._tell(fact)
 
     def _found_lost(self, replica: int) -> ReplicaLost:
         size = self._state.replica_size or 1
@@ -400,11 +419,12 @@ class GangRuntime:
 
     async def _look_into(self, wanted: LookInto) -> None:
         living = {r.rank: r.pid for r in self._state.ranks.values() if not r.ended}
+        # First: the signal by which stacks are collected ends the opening of a connection, and another one begins.
+        silent = await asyncio.to_thread(lambda: list(map(unanswered, living.values())))
         stacks = await collect(self._folder.path, living)
         ready = self._ready()
         logs = [self._folder.log(rank, "stderr") for rank in living]
         lost = await asyncio.to_thread(lambda: list(map(lost_thread, logs)))
-        silent = await asyncio.to_thread(lambda: list(map(unanswered, living.values())))
         found = [
             self._telemetry.find(r, ready[r], stacks.get(r), lost_thread=is_lost).model_copy(
                 update={"unanswered": connections}
@@ -419,16 +439,6 @@ class GangRuntime:
         )
         self.happen(LookedInto(findings))
 
-    async def _drop_trace(self, effect: DropTrace) -> None:
-        root = self._state.storage_root
-        file = trace_file(root, self.job_id, effect.trace_id, effect.rank)
-        try:
-            await asyncio.to_thread(remove_drafts, file)
-        except OSError as error:  # a round through the storage removes them later
-            _log.warning("trace_not_removed", trace=effect.trace_id, why=str(error))
-        if not self.fenced:
-            self._tell(effect.fact)
-
     def _ready(self) -> dict[int, RankReady | None]:
         return {number: rank.ready for number, rank in self._state.ranks.items()}
 
@@ -440,22 +450,36 @@ class GangRuntime:
     def _free_the_dead(self) -> None:
         """Have ranks that are dead, or were killed, reaped though somebody traces them."""
         now = time.monotonic()
-        if now < self._looked_for_dead_at + _REAPED_WITHIN_S:
+        if self._freeing or now < self._looked_for_dead_at + _REAPED_WITHIN_S:
             return
         self._looked_for_dead_at = now
         ranks = [rank for rank in self._state.ranks.values() if not rank.ended]
         unreaped = {rank.pid for rank in ranks if rank.killed or is_dying(rank.pid)}
-        for pid in unreaped & self._unreaped:
-            killed = kill_tracers(pid)
+        if held := unreaped & self._unreaped:
+            _run(self._free(held), self._freeing)
+        self._unreaped = unreaped
+
+    async def _free(self, pids: Collection[int]) -> None:
+        # In a thread: one whose first thread has ended looks dead, and may have thousands of others.
+        for pid in pids:
+            killed = await asyncio.to_thread(kill_tracers, pid)
             if killed:
                 _log.warning("tracers_killed", job=self.job_id, pid=pid, tracers=killed)
-        self._unreaped = unreaped
 
     def _kill(self, rank: int) -> None:
         pid = self._state.ranks[rank].pid
         if is_dying(pid):
             self._died_alone.add(rank)
         kill_group(pid)
+
+
+def _in_a_thread(work: Callable[[], None]) -> None:
+    """Of its own: what a rank can make long must not keep the threads that all gangs share.
+
+    Raises:
+        RuntimeError: The system has no threads left.
+    """
+    threading.Thread(target=work, name="logs", daemon=True).start()
 
 
 def _run(work: Coroutine[None, None, None], among: set[asyncio.Task[None]]) -> None:

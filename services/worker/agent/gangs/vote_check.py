@@ -123,7 +123,7 @@ class VoteCheck:
             try:
                 fault = fault_of(path, vote.shard, self._is_over.is_set)
                 if fault is None:
-                    self._publish(path, partial(self._wait, loop, rank, vote))
+                    self._publish(path, vote.shard.bytes, partial(self._wait, loop, rank, vote))
             except _OverError:
                 return
             except OSError as error:
@@ -131,7 +131,7 @@ class VoteCheck:
             with contextlib.suppress(RuntimeError):  # the agent has ended meanwhile
                 loop.call_soon_threadsafe(self._done, rank, vote, fault)
 
-    def _publish(self, path: Path, waits: Callable[[str], None]) -> None:
+    def _publish(self, path: Path, size: int, waits: Callable[[str], None]) -> None:
         """Have all nodes see a shard, as soon as the storage lets it.
 
         Raises:
@@ -140,7 +140,7 @@ class VoteCheck:
         """
         for wait_s in itertools.chain(_TRIES_AGAIN_S, itertools.repeat(_TRIES_AGAIN_S[-1])):
             try:
-                self._files.publish(path, self._go_on)
+                self._files.publish(path, self._go_on, size)
             except StorageAwayError as error:
                 waits(str(error))
                 if self._is_over.wait(wait_s):

@@ -91,6 +91,8 @@ class AttemptFolder:
             return None
         made: dict[int, BoardReader] = {}
         try:
+            # What lies there is of no launch: ranks of other jobs can put files into the way of this one.
+            remove_what_can_be(self.boards)
             self.boards.mkdir(parents=True, exist_ok=True)
             for placement in placements:
                 made[placement.rank] = BoardReader.make(self.board(placement.rank))

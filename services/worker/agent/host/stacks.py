@@ -98,7 +98,7 @@ def _ask(pid: int) -> None:
 
 def _size(path: Path) -> int | None:
     try:
-        return path.stat().st_size
+        return path.lstat().st_size
     except OSError:
         return None
 

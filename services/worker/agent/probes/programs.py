@@ -1,6 +1,6 @@
 """Asks a program of ours one question in a process of its own, and sees it to its end.
 
-User code may run in it. So it has a session, a mark and the environment of a rank; it is the first
+The process is a fork of the template, which has imported torch: no program waits for that. User code may run in it. So it has a session, a mark and the environment of a rank; it is the first
 that the kernel kills for want of memory; and when it has ended, in whatever way, so has all that it
 started. Question and answer touch no disk by name: files without one carry what it says, and are cut
 where it says too much.
@@ -11,10 +11,8 @@ import contextlib
 import os
 import signal
 import socket
-import sys
 import tempfile
-from asyncio.subprocess import Process
-from collections.abc import AsyncIterator, Iterable
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Final
@@ -23,11 +21,11 @@ import structlog
 
 from services.contract.messages.base import Message
 from services.contract.messages.rank_stacks import STACKS_SIGNAL
-from services.contract.messages.warm_channel import NODE_MARK
+from services.contract.messages.warm_channel import ForkProgram
 from services.worker.agent.host.memory_events import oom_kills
-from services.worker.agent.host.processes import kill_group, sweep
+from services.worker.agent.host.processes import ProcessHandle, kill_group, sweep
 from services.worker.agent.host.stacks import training_frames
-from services.worker.agent.ranks.template_link import Imported
+from services.worker.agent.ranks.template_link import WarmGoneError
 
 MOST_ANSWERED: Final = 16 << 20
 MOST_KEPT: Final = 64 << 20
@@ -42,6 +40,7 @@ _MOST_LOOKS: Final = 50
 _QUIET_LOOKS: Final = 2
 _LAST: Final = 19
 _FIRST_TO_DIE: Final = b"1000"
+_END_BYTES: Final = 16
 _log = structlog.get_logger()
 
 
@@ -99,13 +98,19 @@ class ProgramRunner:
     """Runs such programs for one life of an agent.
 
     Args:
-        imported: The environment of ranks, with the mark of this life, and what else they know.
+        fork: Has the template fork; see `WarmKeeper.fork_program`.
+        mark: Of this life.
         folder: On whose disk the nameless files are.
     """
 
-    def __init__(self, imported: Imported, folder: Path) -> None:
-        self._environment = dict(imported.environment)
-        self._arguments = imported.ranks_arguments
+    def __init__(
+        self,
+        fork: Callable[[ForkProgram, tuple[int, int, int, int]], Awaitable[int]],
+        mark: str,
+        folder: Path,
+    ) -> None:
+        self._fork = fork
+        self._mark = mark
         self._folder = folder
 
     async def ask(self, call: ProgramCall) -> ProgramEnd:
@@ -114,7 +119,7 @@ class ProgramRunner:
         Raises:
             OSError: It could not be started, or takes too long to start.
         """
-        mark = f"{self._environment[NODE_MARK]}/{call.name}"
+        mark = f"{self._mark}/{call.name}"
         with (
             tempfile.TemporaryFile(dir=self._folder) as answer,
             tempfile.TemporaryFile(dir=self._folder) as words,
@@ -135,70 +140,104 @@ class ProgramRunner:
         self, call: ProgramCall, mark: str, answer: IO[bytes], words: IO[bytes]
     ) -> tuple[int | None, tuple[str, ...]]:
         ours, theirs = socket.socketpair()
-        with ours:
-            with theirs:
-                process = await asyncio.create_subprocess_exec(
-                    sys.executable,
-                    *("-P", "-m", call.module),
-                    *self._arguments,
-                    *("--answer", str(answer.fileno()), "--agent", str(os.getpid())),
-                    env=self._environment | {NODE_MARK: mark},
-                    stdin=theirs.fileno(),
-                    stdout=words,
-                    stderr=words,
-                    pass_fds=(answer.fileno(),),
-                    start_new_session=True,
-                )
+        reading, lifeline = os.pipe()
+        with contextlib.ExitStack() as closing:
+            closing.enter_context(ours)
+            closing.callback(os.close, lifeline)
+            try:
+                with theirs:
+                    files = (theirs.fileno(), answer.fileno(), words.fileno(), reading)
+                    process = _Program(await self._forked(call.module, mark, files), ours)
+            finally:
+                os.close(reading)
             try:
                 _put_last(process.pid, call.niceness)
-                await _hand_over(ours, call.question)
+                await process.hand_over(call.question)
                 async with _cut_meanwhile(answer, words):
                     return await _ended(process, call.timeout_s, words)
             finally:
-                if process.returncode is None:
-                    await _end_all(process)
+                await process.end_all()
+
+    async def _forked(self, program: str, mark: str, files: tuple[int, int, int, int]) -> int:
+        try:
+            return await self._fork(ForkProgram(mark=mark, program=program), files)
+        except WarmGoneError as error:
+            raise OSError(str(error)) from error
 
 
-async def _end_all(process: Process) -> None:
-    """End the process, which ends what it has left; where somebody keeps it from that, it alone."""
-    try:
-        with contextlib.suppress(ProcessLookupError):
-            process.terminate()
-        async with asyncio.timeout(_LEAVES_WITHIN_S):
-            await process.wait()
-    except TimeoutError:
-        _log.warning("a_program_did_not_leave", pid=process.pid)
-    finally:
-        if process.returncode is None:
-            kill_group(process.pid)
-            await process.wait()
+class _Program:
+    """A process that runs a program.
 
-
-async def _hand_over(channel: socket.socket, question: Message) -> None:
-    """Tell the program the question, once it is ready to hear it.
-
-    Raises:
-        TimeoutError: It is not, for too long.
+    Args:
+        pid: The process.
+        channel: The agent's end of its socket, which stays the caller's.
     """
-    loop = asyncio.get_running_loop()
-    channel.setblocking(False)  # noqa: FBT003 the standard library's signature
-    try:
-        async with asyncio.timeout(_STARTS_WITHIN_S):
-            if await loop.sock_recv(channel, 1):
-                await loop.sock_sendall(channel, question.model_dump_json().encode())
-                channel.shutdown(socket.SHUT_WR)
-    except TimeoutError:
-        raise TimeoutError(f"it was not ready within {_STARTS_WITHIN_S:g} s") from None
-    except ConnectionError:  # its end, which is seen next, says more
-        return
+
+    def __init__(self, pid: int, channel: socket.socket) -> None:
+        self.pid = pid
+        self._handle = ProcessHandle(pid)
+        self._channel = channel
+        self._channel.setblocking(False)  # noqa: FBT003 the standard library's signature
+        self._has_ended = False
+
+    async def hand_over(self, question: Message) -> None:
+        """Send the program its question, once it is ready to read it.
+
+        Raises:
+            TimeoutError: It is not, for too long.
+        """
+        loop = asyncio.get_running_loop()
+        try:
+            async with asyncio.timeout(_STARTS_WITHIN_S):
+                if await loop.sock_recv(self._channel, 1):
+                    await loop.sock_sendall(self._channel, question.model_dump_json().encode())
+                    self._channel.shutdown(socket.SHUT_WR)
+        except TimeoutError:
+            raise TimeoutError(f"it was not ready within {_STARTS_WITHIN_S:g} s") from None
+        except ConnectionError:  # its end, which is seen next, says more
+            return
+
+    async def ended(self) -> int:
+        """Its exit code, or minus the signal that ended it, once it has ended."""
+        said = b""
+        loop = asyncio.get_running_loop()
+        with contextlib.suppress(ConnectionError):
+            # No more than a number: user code that reaches into our process may write there for ever.
+            while len(said) < _END_BYTES and (
+                part := await loop.sock_recv(self._channel, _END_BYTES - len(said))
+            ):
+                said += part
+        self._has_ended = True
+        with contextlib.suppress(ValueError):
+            return int(said)
+        # Only who was killed says nothing, and only user code in its place something else.
+        return -signal.SIGKILL
+
+    def send_signal(self, number: int) -> None:
+        """Send it a signal, if it still lives."""
+        self._handle.send_signal(number)
+
+    async def end_all(self) -> None:
+        """End the process, which ends what it has left; where somebody keeps it from that, it alone."""
+        try:
+            if not self._has_ended:
+                self.send_signal(signal.SIGTERM)
+                async with asyncio.timeout(_LEAVES_WITHIN_S):
+                    await self.ended()
+        except TimeoutError:
+            _log.warning("a_program_did_not_leave", pid=self.pid)
+        finally:
+            if not self._has_ended:
+                kill_group(self.pid)
+            self._handle.end()
 
 
 async def _ended(
-    process: Process, timeout_s: float, words: IO[bytes]
+    process: _Program, timeout_s: float, words: IO[bytes]
 ) -> tuple[int | None, tuple[str, ...]]:
     try:
         async with asyncio.timeout(timeout_s):
-            return await process.wait(), ()
+            return await process.ended(), ()
     except TimeoutError:
         return None, await _frames(process, words)
 
@@ -244,10 +283,10 @@ async def _sweep(mark: str) -> None:
     _log.warning("left_by_a_program", mark=mark)
 
 
-async def _frames(process: Process, words: IO[bytes]) -> tuple[str, ...]:
+async def _frames(process: _Program, words: IO[bytes]) -> tuple[str, ...]:
     """Where the process is: it writes its stacks behind its other words."""
     before = os.fstat(words.fileno()).st_size
-    with contextlib.suppress(TimeoutError, ProcessLookupError):
+    with contextlib.suppress(TimeoutError):
         process.send_signal(STACKS_SIGNAL)
         async with asyncio.timeout(_STACKS_WITHIN_S):
             while os.fstat(words.fileno()).st_size == before:  # noqa: ASYNC110 a file tells nobody

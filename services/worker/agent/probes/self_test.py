@@ -3,7 +3,7 @@
 import asyncio
 import contextlib
 import hashlib
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
 from pathlib import Path
 from typing import Final
 
@@ -47,7 +47,6 @@ class SelfTest:
         incarnation: The life of the agent that tells them.
         inventory: What the node has; other hardware or versions are measured again.
         runner: Runs the program that measures.
-        settled: Returns once the agent's own start takes no processor any more.
     """
 
     def __init__(
@@ -57,14 +56,12 @@ class SelfTest:
         incarnation: str,
         inventory: Inventory,
         runner: ProgramRunner,
-        settled: Callable[[], Awaitable[object]],
     ) -> None:
         self._folder = folder
         self._node_id = node_id
         self._incarnation = incarnation
         self._inventory = inventory
         self._runner = runner
-        self._settled = settled
         self._running: asyncio.Task[ProgramEnd] | None = None
 
     async def measure(
@@ -102,7 +99,6 @@ class SelfTest:
         seats = inventory.cpu_slots if device_type == "cpu" else len(inventory.accelerators)
         if not seats:
             raise NotMeasuredError(f"this node runs no ranks on {device_type}")
-        await self._settled()
         if ranks_are_here():
             raise NotMeasuredError(
                 "ranks run on this node, and measuring would disturb them; retry when they have "

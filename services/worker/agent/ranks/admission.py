@@ -4,6 +4,9 @@ The controller has refused the same before. This looks again, for a command that
 by another way, and because only the node has the secrets.
 """
 
+import errno
+import os
+import stat
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -67,8 +70,7 @@ class Admission:
             )
         try:
             # Names have neither dots nor slashes, so that none leads out of the folder.
-            with (self.secrets / name).open("rb") as file:
-                value = file.read(_MAX_SECRET_BYTES + 1).decode().rstrip("\r\n")
+            value = _read(self.secrets / name).decode().rstrip("\r\n")
         except (OSError, UnicodeDecodeError) as error:
             raise NotAdmittedError(
                 f"the job needs the secret {name}, and this node has no readable file of that name "
@@ -80,3 +82,22 @@ class Admission:
                 f"{_MAX_SECRET_BYTES} characters"
             )
         return value
+
+
+def _read(path: Path) -> bytes:
+    """What a plain file holds, somewhat more than a secret may have at most.
+
+    Links are followed: Kubernetes mounts secrets as such. A pipe in the place of one is not waited for: the loop that
+    renews the node's lease would wait with it.
+
+    Raises:
+        OSError: It cannot be read, or is no plain file.
+    """
+    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+    try:
+        if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+            raise OSError(errno.EINVAL, "not a plain file", str(path))
+        with open(descriptor, "rb", closefd=False) as file:
+            return file.read(_MAX_SECRET_BYTES + 1)
+    finally:
+        os.close(descriptor)

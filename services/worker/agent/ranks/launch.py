@@ -50,6 +50,15 @@ class Crew:
     addresses: tuple[str, ...] = ()
     stores: Mapping[int, Address] = field(default_factory=dict)
 
+    def give_up(self) -> None:
+        """Kill its ranks, and close what is open of them: nobody has a use for them any more."""
+        for pid in self.pids.values():
+            kill_group(pid)
+        for pipe in self.pipes.values():
+            pipe.close()
+        for board in self.boards.values():
+            board.close()
+
 
 class Launcher:
     """Forks gangs.
@@ -119,7 +128,8 @@ class Launcher:
             warm = await self._warm.ready()
         except WarmGoneError as error:
             raise LaunchError(f"no rank can be forked: {error}") from error
-        boards = folder.open(placements)
+        # In a thread: what others have put there goes first, and may be any number of files.
+        boards = await asyncio.to_thread(folder.open, placements)
         if boards is None:
             raise LaunchError("an earlier agent of this node had launched the attempt")
         with contextlib.ExitStack() as stack, contextlib.ExitStack() as unless_launched:
@@ -156,7 +166,7 @@ class Launcher:
     ) -> Crew:
         """Each replica is a world of its own, whose first rank listens for the others."""
         warm, boards, granted, unless_launched = given
-        _refuse_spread(command.plan)
+        refuse_spread(command.plan)
         size = command.plan.replica_size
         with contextlib.ExitStack() as stack:
             listening = {
@@ -194,7 +204,7 @@ class Launcher:
         plan = next(iter(lost.values())).plan
         head = min(lost)
         with contextlib.ExitStack() as unless_launched, self._listen(plan) as listening:
-            boards = folder.renew_boards(tuple(lost))
+            boards = await asyncio.to_thread(folder.renew_boards, tuple(lost))
             for board in boards.values():
                 unless_launched.callback(board.close)
             store = _address(listening)
@@ -290,8 +300,12 @@ def _address(listening: socket.socket) -> Address:
     return Address(host=host, port=port)
 
 
-def _refuse_spread(plan: GangPlan) -> None:
-    """A replica whose ranks are on several nodes cannot be started again by one agent."""
+def refuse_spread(plan: GangPlan) -> None:
+    """A replica whose ranks are on several nodes cannot be started again by one agent.
+
+    Raises:
+        LaunchError: The plan has one.
+    """
     for first in range(0, plan.world_size, plan.replica_size):
         ranks = plan.ranks[first : first + plan.replica_size]
         nodes = sorted({each.node_id for each in ranks})

@@ -28,6 +28,7 @@ _READ_BYTES: Final = 16_384
 _BYTES_A_LINE: Final = 16_384
 READ_BYTES_PER_S: Final = 1 << 20
 _MOST_ALLOWED: Final = 8 * READ_BYTES_PER_S
+_PIPE_BYTES: Final = 16 * os.sysconf("SC_PAGE_SIZE")  # of a pipe as the kernel makes it
 _COUNT: Final = struct.Struct("i")
 
 
@@ -77,9 +78,10 @@ class RankLink:
     def hear_rest(self) -> None:
         """Take in all that is there at this moment, and nothing that is written meanwhile.
 
-        For a rank that is dead: the kernel holds a few hundred KiB of its last words at most.
+        For a rank that is dead. Of one that has made its pipe longer, for as many last words as take an
+        agent minutes, no more than a pipe holds as it was made: ``hear`` goes on with the rest.
         """
-        rest = 0 if self.closed else _waiting_bytes(self._end.reading)
+        rest = 0 if self.closed else min(_waiting_bytes(self._end.reading), _PIPE_BYTES)
         while rest > 0 and not self.closed:
             received = self._receive(min(rest, _READ_BYTES))
             rest -= max(len(received), 1)

@@ -20,6 +20,7 @@ from pydantic import ValidationError
 from services.contract.messages.warm_channel import (
     BLANK_MARK,
     NODE_MARK,
+    ForkProgram,
     ForkWarm,
     TemplateReady,
     WarmChannel,
@@ -29,7 +30,6 @@ from services.contract.messages.warm_channel import (
 from services.contract.system.durable import append_plain, open_plain
 from services.worker.agent.host.folders import NodeFolder
 from services.worker.agent.host.processes import STOPPED, ProcessHandle, process_state
-from services.worker.agent.host.removal import remove_what_can_be
 
 _ADOPTED_WITHIN_S: Final = 30.0  # it may still be importing
 _CONNECTED_WITHIN_S: Final = 1.0
@@ -65,7 +65,7 @@ class Imported:
 
     @property
     def ranks_arguments(self) -> tuple[str, ...]:
-        """What the programs in which user code runs are told beside their own arguments."""
+        """What a template is told of the processes in which user code runs."""
         user = () if self.rank_user is None else (f"--rank-user={self.rank_user}",)
         return (*(f"--user-path={entry}" for entry in self.user_path), *user)
 
@@ -109,12 +109,11 @@ class TemplateLink:
 
     @classmethod
     def start(cls, imported: Imported, folder: NodeFolder) -> Self:
-        """Start a template with exactly this environment, and listen to it.
+        """Start a template with exactly this environment, and listen to it; nothing is where it listens.
 
         Raises:
             OSError: It cannot be started.
         """
-        remove_what_can_be(folder.template_socket)  # it may be a folder by now
         ours, theirs = socket.socketpair()
         try:
             with theirs, os.fdopen(append_plain(folder.warm_log), "ab") as log:
@@ -177,6 +176,14 @@ class TemplateLink:
             descriptors: The warm process's channel and lifeline, which stay the caller's to close.
 
         Raises:
+            WarmGoneError: As `fork`.
+        """
+        return await self.fork(ForkWarm(mark=mark, agent=os.getpid()), descriptors)
+
+    async def fork(self, order: ForkWarm | ForkProgram, descriptors: tuple[int, ...]) -> int:
+        """Fork a process; answer its process id. ``descriptors`` stay the caller's to close.
+
+        Raises:
             WarmGoneError: The template died, refused, or did not answer and was killed.
         """
         if self.gone.is_set():
@@ -184,7 +191,7 @@ class TemplateLink:
         answer: asyncio.Future[int] = asyncio.get_running_loop().create_future()
         self._forks.append(answer)
         with contextlib.suppress(OSError):  # its end is seen by the reader, which says why
-            self._channel.send(ForkWarm(mark=mark, agent=os.getpid()), descriptors)
+            self._channel.send(order, descriptors)
         if not await in_time(answer):
             answer.cancel()
             words = unanswered(self.pid)

@@ -12,9 +12,10 @@ from typing import Final
 import structlog
 from tenacity import AsyncRetrying, retry_if_exception_type, wait_random_exponential
 
-from services.contract.messages.warm_channel import RankForked, RankReaped
+from services.contract.messages.warm_channel import ForkProgram, RankForked, RankReaped
 from services.worker.agent.host.folders import NodeFolder
 from services.worker.agent.host.processes import STOPPED, process_state
+from services.worker.agent.host.removal import remove_what_can_be
 from services.worker.agent.ranks.template_link import Imported, TemplateLink, WarmGoneError
 from services.worker.agent.ranks.warm_link import WarmLink
 
@@ -78,10 +79,16 @@ class WarmKeeper:
             raise WarmGoneError(self._failure)
         return link
 
-    async def settled(self) -> None:
-        """Return once it has imported everything, or does not begin to."""
-        with contextlib.suppress(WarmGoneError):
-            await self.ready()
+    async def fork_program(self, order: ForkProgram, descriptors: tuple[int, int, int, int]) -> int:
+        """Fork a program from the template; answer its process id.
+
+        Raises:
+            WarmGoneError: The template failed to start, takes too long, or died.
+        """
+        await self.ready()
+        if self._template is None:
+            raise WarmGoneError("the template has just ended")
+        return await self._template.fork(order, descriptors)
 
     def _living(self) -> WarmLink | None:
         return self._link if self._link is not None and not self._link.gone.is_set() else None
@@ -103,7 +110,10 @@ class WarmKeeper:
         """
         template = adopted
         try:
-            template = template or TemplateLink.start(self._imported, self._folder)
+            if template is None:
+                # It may be a folder by now, with any number of files.
+                await asyncio.to_thread(remove_what_can_be, self._folder.template_socket)
+                template = TemplateLink.start(self._imported, self._folder)
             async with _ending_if_stopped(template, "template"):
                 await self._until_gone(template)
         except WarmGoneError as error:

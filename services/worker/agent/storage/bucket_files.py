@@ -38,6 +38,7 @@ from services.worker.agent.storage.shard_check import digest_fault, fault_of, si
 _LOCKS: Final = 64
 _FETCHES: Final = 2
 _CLOSED: Final = ".gz"
+_ONLY_A_FOLDER: Final = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 _log = structlog.get_logger()
 _Version = tuple[str, int, int]
 
@@ -156,30 +157,42 @@ class BucketFiles:
                 if name.endswith(_CLOSED) or not path.exists() or path.lstat().st_size < size:
                     self._download(path)
 
-    def publish(self, path: Path, go_on: Callable[[], None] = lambda: None) -> None:
+    def publish(
+        self, path: Path, go_on: Callable[[], None] = lambda: None, size: int | None = None
+    ) -> None:
         """See ``SharedFiles.publish``."""
         if os.path.lexists(path):
-            self._bucket.upload(self._name(path), path, go_on)
+            self._bucket.upload(self._name(path), path, go_on, size)
             if self._is_shard(path):
                 self._count(path)
         else:
             self._bucket.delete(self._name(path))
 
-    def fetch(self, path: Path, shard: ShardFile, for_job: str) -> None:
+    def fetch(
+        self,
+        path: Path,
+        shard: ShardFile,
+        for_job: str,
+        took: Callable[[int], None] = lambda _: None,
+    ) -> None:
         """See ``SharedFiles.fetch``."""
         with self._counting:
             self._loading.setdefault(for_job, set()).add(path)
         with self._lock(path):
             for _ in range(_FETCHES):
-                if path.exists() and fault_of(path, shard) is None:
+                if _is_whole(path, shard):
                     break
                 try:
-                    self._download(path)
+                    self._download(path, took)
                 except FileNotFoundError:  # whoever loads it tells
                     return
             else:
                 _log.warning("fetched_shard_is_damaged", file=str(path))
         self._count(path)
+
+    def place(self, path: Path) -> str:
+        """See ``SharedFiles.place``."""
+        return f"{self._bucket.address}/{self._name(path)}"
 
     def release(self, job_id: str) -> None:
         """See ``SharedFiles.release``."""
@@ -260,19 +273,39 @@ class BucketFiles:
         if version is not None:
             self._versions[path] = version
 
-    def _download(self, path: Path) -> None:
+    def _download(self, path: Path, took: Callable[[int], None] = lambda _: None) -> None:
         """Put the object in the place of what is here, whole or not at all."""
         parts = self._bucket.parts(self._name(path))
-        make_folders(path.parent, self._root)
-        draft = path.with_name(f"{DRAFT_PREFIX}{secrets.token_hex(8)}")
+        with self._held(path.parent) as folder:
+            draft = folder / f"{DRAFT_PREFIX}{secrets.token_hex(8)}"
+            try:
+                with draft.open("xb") as file:
+                    _give_to_owner_of(folder, file.fileno())
+                    for part in parts:
+                        file.write(part)
+                        took(len(part))
+                draft.replace(folder / path.name)
+            finally:
+                draft.unlink(missing_ok=True)
+            sync_folder(folder)
+
+    @contextlib.contextmanager
+    def _held(self, folder: Path) -> Iterator[Path]:
+        """A path to a folder that leads there whatever is put in its place; it is made if it is missing.
+
+        Ranks write in the folder above: a link in its place would lead where they may not write.
+        """
+        if folder.is_symlink():
+            folder.unlink()
+        is_new = not folder.exists()
+        make_folders(folder, self._root)
+        descriptor = os.open(folder, _ONLY_A_FOLDER)
         try:
-            with draft.open("xb") as file:
-                for part in parts:
-                    file.write(part)
-            draft.replace(path)
+            if is_new:
+                _give_to_owner_of(folder.parent, descriptor)
+            yield Path(f"/proc/self/fd/{descriptor}")
         finally:
-            draft.unlink(missing_ok=True)
-        sync_folder(path.parent)
+            os.close(descriptor)
 
     def _count(self, path: Path) -> None:
         """The bucket has it: it may go. Remove what is too much of such copies, the longest unused first."""
@@ -285,7 +318,7 @@ class BucketFiles:
                     break
                 if old not in loading:
                     del self._copies[old]
-                    old.unlink(missing_ok=True)
+                    _unlink(old)
 
     def _forget_below(self, path: Path) -> None:
         with self._counting:
@@ -293,6 +326,31 @@ class BucketFiles:
                 del self._copies[known]
         for known in [each for each in list(self._versions) if each.is_relative_to(path)]:
             self._versions.pop(known, None)
+
+
+def _is_whole(path: Path, shard: ShardFile) -> bool:
+    """Whether the copy is there, and as its rank voted; something else may be in its place."""
+    try:
+        return fault_of(path, shard) is None
+    except OSError:
+        return False
+
+
+def _give_to_owner_of(folder: Path, descriptor: int) -> None:
+    """What an agent puts where ranks of another user write is theirs: else they could not read it."""
+    owner = folder.stat()
+    if owner.st_uid != os.geteuid():
+        os.fchown(descriptor, owner.st_uid, owner.st_gid)
+
+
+def _unlink(path: Path) -> None:
+    """Remove a copy, unless its folder is by now a link that leads elsewhere."""
+    with contextlib.suppress(OSError):
+        folder = os.open(path.parent, _ONLY_A_FOLDER)
+        try:
+            os.unlink(path.name, dir_fd=folder)
+        finally:
+            os.close(folder)
 
 
 def _version(path: Path, etag: str) -> _Version | None:

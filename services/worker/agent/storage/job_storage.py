@@ -48,7 +48,7 @@ from services.contract.system.durable import make_folders, node_condition
 from services.contract.system.rank_user import RankUser
 from services.contract.words.ids import job_of_checkpoint
 from services.contract.words.states import JobState
-from services.worker.agent.host.removal import remove_tree
+from services.worker.agent.storage.loading import Progress, Untold
 from services.worker.agent.storage.shared_files import SharedFiles, as_shared
 
 _log = structlog.get_logger()
@@ -76,13 +76,20 @@ class Storage:
         self._writing_cards = threading.Lock()
         self._ranks_are = ranks_are
 
-    def open_attempt(self, command: LaunchGang) -> ChainDamaged | None:
+    def open_attempt(
+        self, command: LaunchGang, progress: Progress | None = None
+    ) -> ChainDamaged | None:
         """Open the attempt in the job's chain; from then on older ones can commit nothing.
 
         So what they wrote and did not commit is removed: the new attempt may need its room.
         Returns what of the chain is damaged, if anything is.
 
+        Args:
+            command: Of the attempt.
+            progress: Told of the loading of its checkpoint.
+
         Raises:
+            LaunchError: The loading was stopped.
             FencedError: A newer attempt is open.
             ChainError: The checkpoint that is to be loaded cannot be in this storage.
             OSError: The storage refuses.
@@ -115,7 +122,7 @@ class Storage:
             else:
                 _log.info("uncommitted_checkpoint_removed", checkpoint=folder.name)
         if source is not None:
-            self.bring(command.job_id, source)
+            self.bring(command.job_id, source, progress)
         if self._ranks_are is not None:
             chain.share_with(self._ranks_are)
             traces = traces_folder(self.root, command.job_id)
@@ -191,8 +198,20 @@ class Storage:
             manifest=manifest,
         )
 
-    def retire(self, command: RetireCheckpoint) -> CheckpointRetired:
+    def retire(
+        self, command: RetireCheckpoint
+    ) -> tuple[
+        CheckpointRetired
+        | ChainDamaged
+        | CheckpointVerified
+        | CheckpointCorrupt
+        | CheckpointUnread,
+        ...,
+    ]:
         """Link the deletion, then remove the files: never the other way round.
+
+        Where the chain lacks one for which this one is given up, it stays, and is told to be whole: facts of
+        links that there are not must not cost the job what it has.
 
         Raises:
             FencedError: A newer attempt is open; the controller asks again with its fence.
@@ -200,6 +219,13 @@ class Storage:
             OSError: The storage refuses.
         """
         chain = self.chain(command.job_id)
+        if command.kept:
+            there = {manifest.checkpoint_id for manifest in chain.committed()}
+            missing = sorted({*command.kept} - there)
+            if missing and command.checkpoint_id in there:
+                _log.warning("not_retired", checkpoint=command.checkpoint_id, missing=missing)
+                about = command.model_dump(include={"job_id", "fence", "checkpoint_id"})
+                return self.verify(VerifyCheckpoint.model_validate(about))
         chain.append(
             CheckpointDeleted(
                 job_id=command.job_id, fence=command.fence, checkpoint_id=command.checkpoint_id
@@ -207,19 +233,20 @@ class Storage:
         )
         with contextlib.suppress(FileNotFoundError):
             self.files.remove(chain.shard_folder(command.checkpoint_id))
-        return CheckpointRetired(
+        retired = CheckpointRetired(
             job_id=command.job_id,
             fence=command.fence,
             node_id=self._node_id,
             checkpoint_id=command.checkpoint_id,
         )
+        return (retired,)
 
     def remove_traces(self, command: RemoveTraces) -> None:
         """Remove all files of traces; what cannot be removed stays until the job's folder goes."""
         for trace_id in command.trace_ids:
             folder = traces_folder(self.root, command.job_id) / trace_id
             try:
-                remove_tree(folder)
+                self.files.remove(folder)
             except FileNotFoundError:
                 continue
             except OSError as error:
@@ -284,7 +311,7 @@ class Storage:
         self.files.publish(self.root / job_id / CARD)
         return True
 
-    def bring(self, for_job: str, checkpoint_id: str) -> None:
+    def bring(self, for_job: str, checkpoint_id: str, progress: Progress | None = None) -> None:
         """Have this node hold all of a committed checkpoint, until ``for_job`` is released.
 
         What is missing or damaged is for whoever loads it to tell.
@@ -292,12 +319,14 @@ class Storage:
         Raises:
             OSError: The storage does not answer.
         """
+        told = progress or Untold()
         chain = self.chain(job_of_checkpoint(checkpoint_id))
         for manifest in chain.committed():
             if manifest.checkpoint_id == checkpoint_id:
+                told.begin(manifest.total_bytes)
                 for shard in manifest.shards:
                     path = chain.shard_folder(checkpoint_id) / shard.name
-                    self.files.fetch(path, shard, for_job)
+                    self.files.fetch(path, shard, for_job, told.took)
 
     def _write_card(self, card: JobCard) -> None:
         write_card(self.root, card)

@@ -17,8 +17,6 @@ from services.worker.agent.storage.shared_files import SharedFiles, as_shared
 
 FLUSH_S: Final = 5.0
 """A Redis that is wiped costs the curve what came within this time, and within the writing."""
-PUBLISHED_EVERY_S: Final = 30.0
-"""Where records lie in a bucket, a wiped Redis costs what came within this time on a node that is lost, too."""
 _RESTS: Final = 10
 # Ids that Redis did not give: it counts from 0 within each millisecond.
 _OWN_NUMBERS: Final = 1 << 20
@@ -109,7 +107,7 @@ class Journal:
         await asyncio.to_thread(self._publish)
 
     def _publish(self) -> None:
-        # A bucket takes whole files: so it is not done at each flush.
+        # A bucket takes whole files: where that takes long, it is not done at each flush.
         began = time.monotonic()
         for path in list(self._unpublished):
             self._unpublished.discard(path)
@@ -120,7 +118,7 @@ class Journal:
                 self._unpublished.add(path)
                 _log.warning("records_not_published", path=str(path), why=str(error))
         took_s = time.monotonic() - began
-        self._publish_at = began + max(PUBLISHED_EVERY_S, _RESTS * took_s)
+        self._publish_at = began + _RESTS * took_s
 
     def _put(self, key: _WaitingKey, entries: Sequence[tuple[EntryId, str]]) -> None:
         waiting = self._waiting.setdefault(key, deque(maxlen=KINDS[key[2]].kept))

@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any, Final
 
 import structlog
-from redis.asyncio import Redis
 from redis.exceptions import NoPermissionError, ResponseError
 
 from services.contract.messages.commands import CloseRecords, RecallRecords
@@ -31,7 +30,7 @@ from services.worker.agent.storage.record_files import (
     records_folder,
 )
 from services.worker.agent.storage.shared_files import SharedFiles, as_shared
-from services.worker.agent.streams.redis_clients import REDIS_AWAY, RULES_ARE_OLD
+from services.worker.agent.streams.redis_clients import REDIS_AWAY, RULES_ARE_OLD, Connections
 
 _AT_ONCE: Final = 1_000
 _PAUSE_S: Final = 1.0
@@ -47,21 +46,22 @@ class RecordKeeper:
     """Carries out ``CloseRecords`` and ``RecallRecords``.
 
     Args:
-        redis: A client that does not retry.
+        connections: To Redis.
         node_id: Who reports.
         files: The storage.
         journal: Of this life: what it holds is written first.
     """
 
     def __init__(
-        self, redis: Redis, node_id: str, files: SharedFiles | Path, journal: Journal
+        self, connections: Connections, node_id: str, files: SharedFiles | Path, journal: Journal
     ) -> None:
-        self._redis = redis
+        self._redis = connections.writing
+        self._telemetry = connections.telemetry
         self._node_id = node_id
         self._files = as_shared(files)
         self._root = self._files.root
         self._journal = journal
-        self._done = redis.register_script(_DONE)
+        self._done = connections.telemetry.register_script(_DONE)
 
     async def carry_out(self, command: CloseRecords | RecallRecords) -> Sequence[Fact]:
         """Do what is commanded, and answer with what is to be told."""
@@ -142,7 +142,7 @@ class RecordKeeper:
     async def _bring_back(self, key: str, entries: Entries) -> None:
         left = iter(entries.items())
         while batch := tuple(itertools.islice(left, _AT_ONCE)):
-            async with self._redis.pipeline(transaction=False) as pipe:
+            async with self._telemetry.pipeline(transaction=False) as pipe:
                 for name, body in batch:
                     told: Any = {redis_keys.MESSAGE_FIELD: body}
                     pipe.xadd(key, told, id=str(name), nomkstream=True)
@@ -155,10 +155,11 @@ class RecordKeeper:
     async def _in_redis(self, job_id: str, kind: Kind) -> Entries:
         found: Entries = {}
         start = "-"
+        client = self._redis if kind is EVENTS else self._telemetry
         while True:
             end_if_told()
             try:
-                rows: Any = await self._redis.xrange(kind.key(job_id), start, count=_AT_ONCE)
+                rows: Any = await client.xrange(kind.key(job_id), start, count=_AT_ONCE)
             except NoPermissionError as error:
                 _log.error(
                     "closing_refused", key=kind.key(job_id), why=str(error), advice=RULES_ARE_OLD

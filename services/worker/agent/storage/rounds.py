@@ -14,7 +14,7 @@ import contextlib
 import os
 import random
 import time
-from collections.abc import Callable, Iterable, Mapping, Set
+from collections.abc import Callable, Iterable, Iterator, Mapping, Set
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
@@ -27,6 +27,7 @@ from services.contract.messages.facts import Fact, RunningGang
 from services.contract.redis import redis_keys
 from services.contract.storage.job_cards import JobCard
 from services.contract.system.cancellation import end_if_told
+from services.contract.system.durable import StorageAwayError
 from services.contract.words.states import TERMINAL_STATES, JobState
 from services.worker.agent.host.folders import NodeFolder
 from services.worker.agent.storage.job_storage import Storage
@@ -148,10 +149,11 @@ class StorageRounds:
         for job_id, job_in_redis in known.items():
             stands = job_in_redis.state in _UNADOPTED_STATES and job_id in gangs
             is_ours = job_id in lost and self._is_ours_to_report(lost[job_id], gangs)
-            if stands or is_ours:
-                await self._report(job_id, gangs)
-            elif job_in_redis.deleted:
-                await asyncio.to_thread(self._put_away, job_id)
+            with _passing_over(job_id):
+                if stands or is_ours:
+                    await self._report(job_id, gangs)
+                elif job_in_redis.deleted:
+                    await asyncio.to_thread(self._put_away, job_id)
         # One that was told of just now may need to be told again, once all its nodes have joined.
         waiting = any(
             known[job].is_lost or known[job].state in _UNADOPTED_STATES
@@ -213,16 +215,20 @@ class StorageRounds:
         if is_of_all:
             self._useless_since = {job: self._useless_since.get(job, {}) for job in jobs}
         for job_id in jobs:
-            chain = self._storage.chain(job_id)
-            useless = [*chain.drafts(), *chain.abandoned()]
-            useless += trace_drafts(self._files.root, job_id)
-            if job_id in over:
-                useless += chain.uncommitted()
-            known, now = self._useless_since.get(job_id, {}), time.monotonic()
-            self._useless_since[job_id] = {path: known.get(path, now) for path in useless}
-            for path, since in self._useless_since[job_id].items():
-                if now - since >= self._grace_s:
-                    self._remove(path)
+            with _passing_over(job_id):
+                self._remove_orphans_of(job_id, is_over=job_id in over)
+
+    def _remove_orphans_of(self, job_id: str, *, is_over: bool) -> None:
+        chain = self._storage.chain(job_id)
+        useless = [*chain.drafts(), *chain.abandoned()]
+        useless += trace_drafts(self._files.root, job_id)
+        if is_over:
+            useless += chain.uncommitted()
+        known, now = self._useless_since.get(job_id, {}), time.monotonic()
+        self._useless_since[job_id] = {path: known.get(path, now) for path in useless}
+        for path, since in self._useless_since[job_id].items():
+            if now - since >= self._grace_s:
+                self._remove(path)
 
     def _remove(self, path: Path) -> None:
         try:
@@ -233,3 +239,18 @@ class StorageRounds:
             _log.warning("not_removed", path=str(path), why=str(error))
         else:
             _log.info("orphan_removed", path=str(path))
+
+
+@contextlib.contextmanager
+def _passing_over(job_id: str) -> Iterator[None]:
+    """Within, what lies in one job's folder keeps no other job from being found or looked after: ranks write there.
+
+    Raises:
+        StorageAwayError: The storage does not answer for any job.
+    """
+    try:
+        yield
+    except StorageAwayError:
+        raise
+    except Exception as error:  # noqa: BLE001 whatever lies there
+        _log.warning("job_passed_over", job=job_id, why=f"{type(error).__name__}: {error}")

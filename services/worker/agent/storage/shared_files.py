@@ -46,19 +46,32 @@ class SharedFiles(RecordFiles, Protocol):
         """Have ``folder`` hold what all nodes see there beside what is only here, and longer here."""
         ...
 
-    def publish(self, path: Path, go_on: Callable[[], None] = lambda: None) -> None:
+    def publish(
+        self, path: Path, go_on: Callable[[], None] = lambda: None, size: int | None = None
+    ) -> None:
         """Have all nodes see the file at ``path``, or that there is none; whole or not at all.
 
         Args:
             path: The file.
             go_on: Called now and then; what it raises ends it.
+            size: How many bytes it had when it was checked: one of another length is not published.
         """
         ...
 
-    def fetch(self, path: Path, shard: ShardFile, for_job: str) -> None:
+    def place(self, path: Path) -> str:
+        """Where people find a file that all nodes see."""
+        ...
+
+    def fetch(
+        self,
+        path: Path,
+        shard: ShardFile,
+        for_job: str,
+        took: Callable[[int], None] = lambda _: None,
+    ) -> None:
         """Have ``path`` be the shard file that all nodes see there, if there is one.
 
-        It stays here until ``for_job`` is released. One that is damaged is there as it is: whoever loads it finds that out.
+        ``took`` is called with the bytes of each piece; what it raises ends it. It stays here until ``for_job`` is released. One that is damaged is there as it is: whoever loads it finds that out.
         """
         ...
 
@@ -128,11 +141,23 @@ class FolderFiles(FolderRecords):
     def pull_missing(self, folder: Path) -> None:
         """See ``SharedFiles.pull_missing``."""
 
-    def publish(self, path: Path, go_on: Callable[[], None] = lambda: None) -> None:
+    def publish(
+        self, path: Path, go_on: Callable[[], None] = lambda: None, size: int | None = None
+    ) -> None:
         """See ``SharedFiles.publish``."""
 
-    def fetch(self, path: Path, shard: ShardFile, for_job: str) -> None:
+    def fetch(
+        self,
+        path: Path,
+        shard: ShardFile,
+        for_job: str,
+        took: Callable[[int], None] = lambda _: None,
+    ) -> None:
         """See ``SharedFiles.fetch``."""
+
+    def place(self, path: Path) -> str:
+        """See ``SharedFiles.place``."""
+        return str(path)
 
     def release(self, job_id: str) -> None:
         """See ``SharedFiles.release``."""

@@ -1,9 +1,10 @@
-"""The agent's two connections to Redis: one that writes and never repeats, one that waits.
+"""The agent's connections to Redis: one that writes and never repeats, one that waits, and telemetry's.
 
 What is tried again is tried by who knows what it does: ``while_away``.
 """
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Final
 
 from redis.asyncio import Redis
@@ -19,6 +20,8 @@ from tenacity import (
     wait_random_exponential,
 )
 
+from services.contract.redis.tls_files import following_files
+
 BLOCK_MS: Final = 2_000
 # What says that Redis is away. Not every OSError does: a full disk raises one too.
 REDIS_AWAY: Final = (RedisError, ConnectionError)
@@ -28,6 +31,23 @@ ANSWER_WITHIN_S: Final = 1.5
 """A node's lease outlives two beats that get no answer for so long."""
 # Random, so that a thousand agents do not come back at the moment in which Redis does.
 _WAIT: Final = wait_random_exponential(multiplier=0.1, min=0.05, max=1.0)
+
+
+@dataclass(frozen=True)
+class Connections:
+    """To Redis: one that commands do not block, one that waits for commands, one for telemetry.
+
+    ``telemetry`` is ``writing`` where it has no server of its own. None of them retries.
+    """
+
+    writing: Redis
+    waiting: Redis
+    telemetry: Redis
+
+    @property
+    def telemetry_is_apart(self) -> bool:
+        """Whether the server with the leases may answer while the one with telemetry does not."""
+        return self.telemetry is not self.writing
 
 
 def writing_client(url: str) -> Redis:
@@ -63,7 +83,7 @@ def while_away(said: Callable[[str], None], give_up_s: float | None = None) -> A
 
 
 def _client(url: str, timeout_s: float) -> Redis:
-    return Redis.from_url(
+    client = Redis.from_url(
         url,
         decode_responses=True,
         socket_timeout=timeout_s,
@@ -71,3 +91,4 @@ def _client(url: str, timeout_s: float) -> Redis:
         retry=Retry(NoBackoff(), 0),
         protocol=2,
     )
+    return following_files(client)

@@ -1,14 +1,16 @@
-"""One beat of a node: a single script that renews its lease and writes what its ranks did.
+"""One beat of a node: it renews the node's lease, and writes what its ranks did.
 
-It compares before it writes: a lease that another incarnation holds, and for each gang the fence
-of its job. Records carry the number of the beat that brings them, so that a beat which is
+Two scripts, for telemetry may have a server of its own. The first compares before it writes: a lease that
+another incarnation holds, and for each gang the fence of its job. The others write telemetry of the gangs that
+it found current. Records carry the number of the beat that brings them, so that a beat which is
 repeated because its answer was lost writes none twice.
 """
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Final
 
+from pydantic import TypeAdapter
 from redis.asyncio import Redis
 
 from services.contract.messages.telemetry import RankSample
@@ -17,9 +19,7 @@ from services.worker.agent.telemetry.gang_telemetry import Records
 
 GangKey = tuple[str, int]
 
-# Samples come without their closing brace: the moment is Redis's to add. Nothing here decodes
-# JSON, because Lua's numbers would round what the ranks measured.
-_BEAT: Final = """
+_RENEW: Final = """
 local holder = redis.call('GET', KEYS[1])
 if holder and holder ~= ARGV[1] then
   return {'taken', holder}
@@ -27,53 +27,59 @@ end
 redis.call('SET', KEYS[1], ARGV[1], 'PX', ARGV[2])
 local time = redis.call('TIME')
 local now = string.format('%.0f', time[1] * 1000 + math.floor(time[2] / 1000))
-local applied = redis.call('HMGET', KEYS[2], 'incarnation', 'number', 'ids')
-local fresh = applied[1] ~= ARGV[1] or tonumber(applied[2]) < tonumber(ARGV[3])
-redis.call('HSET', KEYS[2], 'incarnation', ARGV[1], 'number', ARGV[3])
+local fenced, unknown = {}, {}
+for key = 3, #KEYS do
+  local job, fence = ARGV[2 * key - 3], tonumber(ARGV[2 * key - 2])
+  local current = redis.call('HGET', KEYS[key], 'fence')
+  if current and tonumber(current) > fence or redis.call('SISMEMBER', KEYS[2], job) == 1 then
+    table.insert(fenced, key - 3)
+  elseif not current then
+    table.insert(unknown, key - 3)
+  end
+end
+return {'kept', holder and 1 or 0, now, fenced, unknown}
+"""
+# Samples come without their closing brace: the moment is that of the server with the leases, and is added
+# here. Nothing here decodes JSON, because Lua's numbers would round what the ranks measured.
+_WRITE: Final = """
+local applied = redis.call('HMGET', KEYS[1], 'incarnation', 'number', 'ids')
+local fresh = applied[1] ~= ARGV[1] or tonumber(applied[2]) < tonumber(ARGV[2])
+redis.call('HSET', KEYS[1], 'incarnation', ARGV[1], 'number', ARGV[2])
 local at = 7
 local function take()
   at = at + 1
   return ARGV[at - 1]
 end
-local fenced, unknown, ids = {}, {}, {}
-for key = 4, #KEYS, 4 do
-  local job, fence = take(), tonumber(take())
-  local current = redis.call('HGET', KEYS[key], 'fence')
-  local allowed = current and tonumber(current) <= fence
-  if current and not allowed or redis.call('SISMEMBER', KEYS[3], job) == 1 then
-    table.insert(fenced, (key - 4) / 4)
-  elseif not current then
-    table.insert(unknown, (key - 4) / 4)
-  end
+local ids = {}
+for key = 2, #KEYS, 3 do
+  local gang = take()
   for _ = 1, tonumber(take()) do
     local rank, sample = take(), take()
-    if allowed then
-      redis.call('HSET', KEYS[key + 1], rank, sample .. ',"seen_ms":' .. now .. '}')
-    end
+    -- Not call: every agent may write these keys, and one of another type must not cost the others theirs.
+    redis.pcall('HSET', KEYS[key], rank, sample .. ',"seen_ms":' .. ARGV[3] .. '}')
   end
-  for stream = 2, 3 do
-    local kept, given = ARGV[stream + 2], {}
+  for stream = 1, 2 do
+    local kept, given = ARGV[stream + 3], {}
     for _ = 1, tonumber(take()) do
       local record = take()
-      if allowed and fresh then
-        -- Not call: a stream to which nothing can be added must not cost the node its lease.
+      if fresh then
         local id = redis.pcall('XADD', KEYS[key + stream], 'MAXLEN', '~', kept, '*', ARGV[6], record)
         table.insert(given, type(id) == 'string' and id or '')
       end
     end
-    table.insert(ids, table.concat(given, ' '))
+    ids[gang .. stream] = table.concat(given, ' ')
   end
 end
 -- A beat that is repeated is told the ids that it was given.
 if fresh then
-  redis.call('HSET', KEYS[2], 'ids', cjson.encode(ids))
-else
-  ids = cjson.decode(applied[3] or '[]')
+  ids = cjson.encode(ids)
+  redis.call('HSET', KEYS[1], 'ids', ids)
+  return ids
 end
-return {'kept', holder and 1 or 0, fenced, unknown, ids}
+return applied[3] or '{}'
 """
-# Apart from the beat: a server whose rules for agents are older than these streams refuses this
-# script alone, and the node keeps its lease. One that is repeated is shown once.
+# Apart from the others: a server whose rules for agents are older than these streams refuses this
+# script alone. One that is repeated is shown once.
 _METRICS: Final = """
 -- A stream to which nothing can be added costs itself alone; a Redis that takes nothing is asked again later.
 local function add(key, record)
@@ -84,22 +90,18 @@ local function add(key, record)
   return redis.call('XADD', key, 'MAXLEN', '~', ARGV[1], '*', ARGV[2], record)
 end
 local at, ids = 3, {}
-for key = 2, #KEYS, 2 do
-  local given = {}
-  local job, fence, count = ARGV[at], tonumber(ARGV[at + 1]), tonumber(ARGV[at + 2])
-  local current = redis.call('HGET', KEYS[key], 'fence')
-  local allowed = current and tonumber(current) <= fence
-  if allowed and redis.call('SISMEMBER', KEYS[1], job) == 0 then
-    for record = at + 3, at + 2 + count do
-      local id = add(KEYS[key + 1], ARGV[record])
-      table.insert(given, type(id) == 'string' and id or '')
-    end
+for key = 1, #KEYS do
+  local given, count = {}, tonumber(ARGV[at])
+  for record = at + 1, at + count do
+    local id = add(KEYS[key], ARGV[record])
+    table.insert(given, type(id) == 'string' and id or '')
   end
   table.insert(ids, table.concat(given, ' '))
-  at = at + 3 + count
+  at = at + 1 + count
 end
 return ids
 """
+_IDS: Final = TypeAdapter(dict[str, str])
 _RELEASE: Final = """
 return redis.call('GET', KEYS[1]) == ARGV[1] and redis.call('DEL', KEYS[1]) or 0
 """
@@ -111,15 +113,14 @@ class BeatAnswer:
 
     ``lapsed``: the lease had run out and was taken again. ``fenced``: gangs of void attempts, or of
     jobs that were deleted. ``unknown``: gangs of jobs that Redis does not know and that nobody
-    deleted: it has lost them. Nothing was written of either. ``ids``: by gang and kind of records, the id that
-    each of them was given, separated by blanks; "" where none was written.
+    deleted: it has lost them. Nothing may be written of either. ``now_ms``: the moment, by Redis's clock.
     """
 
     taken_by: str | None = None
     lapsed: bool = False
     fenced: tuple[GangKey, ...] = ()
     unknown: tuple[GangKey, ...] = ()
-    ids: Mapping[GangKey, Mapping[str, str]] = field(default_factory=dict, compare=False)
+    now_ms: str = ""
 
 
 class Beat:
@@ -127,69 +128,87 @@ class Beat:
 
     Args:
         redis: A client that does not retry.
+        telemetry: The same of the server that has telemetry.
         node_id: The node.
         incarnation: The life.
     """
 
-    def __init__(self, redis: Redis, node_id: str, incarnation: str) -> None:
-        self._redis = redis
+    def __init__(self, redis: Redis, telemetry: Redis, node_id: str, incarnation: str) -> None:
         self._node_id = node_id
         self._incarnation = incarnation
-        self._script = redis.register_script(_BEAT)
-        self._metrics = redis.register_script(_METRICS)
+        self._renew = redis.register_script(_RENEW)
         self._release = redis.register_script(_RELEASE)
+        self._write = telemetry.register_script(_WRITE)
+        self._metrics = telemetry.register_script(_METRICS)
+
+    async def renew(self, gangs: Collection[GangKey]) -> BeatAnswer:
+        """Renew the lease, and learn how these gangs stand.
+
+        Raises:
+            RedisError: It may or may not have been renewed.
+        """
+        told = list(gangs)
+        keys = [redis_keys.node_lease(self._node_id), redis_keys.DELETED_JOBS]
+        keys += [redis_keys.job(job_id) for job_id, _ in told]
+        arguments = [
+            self._incarnation,
+            redis_keys.NODE_LEASE_MS,
+            *(part for g in told for part in g),
+        ]
+        kind, *details = await self._renew(keys=keys, args=arguments)
+        if kind == "taken":
+            return BeatAnswer(taken_by=str(details[0]))
+        was_held, now_ms, *indexed = details
+        fenced, unknown = (tuple(told[int(index)] for index in indices) for indices in indexed)
+        return BeatAnswer(lapsed=not was_held, fenced=fenced, unknown=unknown, now_ms=str(now_ms))
 
     async def write(
         self,
         number: int,
+        now_ms: str,
         samples: Mapping[GangKey, Sequence[RankSample]],
         records: Sequence[Records],
-    ) -> BeatAnswer:
-        """Write beat ``number`` (from 1, growing; the same again with the same records).
+    ) -> dict[GangKey, dict[str, str]]:
+        """Write the samples, and the records of beat ``number`` (from 1, growing; the same again with them).
+
+        Answers, by gang and kind of records, the id that each of them was given, separated by blanks; "" where
+        none was written.
 
         Raises:
             RedisError: It may or may not have been written.
         """
         by_gang = {(r.job_id, r.fence): r for r in records}
         gangs = list(dict.fromkeys([*samples, *by_gang]))
-        keys = [
-            redis_keys.node_lease(self._node_id),
-            redis_keys.node_beat(self._node_id),
-            redis_keys.DELETED_JOBS,
-        ]
+        keys = [redis_keys.node_beat(self._node_id)]
         arguments: list[str | int] = [
             self._incarnation,
-            redis_keys.NODE_LEASE_MS,
             number,
+            now_ms,
             redis_keys.STEPS_KEPT,
             redis_keys.LOGS_KEPT,
             redis_keys.MESSAGE_FIELD,
         ]
         for gang in gangs:
-            job_id, fence = gang
+            job_id, _ = gang
             keys += [
-                redis_keys.job(job_id),
                 redis_keys.job_ranks(job_id),
                 redis_keys.job_steps(job_id),
                 redis_keys.job_logs(job_id),
             ]
-            arguments += [job_id, fence]
+            arguments.append(_name(gang))
             arguments += _counted_samples(samples.get(gang, ()))
             arguments += _counted_records(by_gang.get(gang))
-        kind, detail, *lists = await self._script(keys=keys, args=arguments)
-        if kind == "taken":
-            return BeatAnswer(taken_by=str(detail))
-        *indexed, ids = lists
-        fenced, unknown = (tuple(gangs[int(index)] for index in indices) for indices in indexed)
-        # Of one that was repeated by an agent of an older version none are known.
-        by_kind = {
-            gang: {"steps": str(steps), "logs": str(logs)}
-            for gang, steps, logs in zip(gangs, ids[0::2], ids[1::2], strict=False)
+        given = _IDS.validate_json(await self._write(keys=keys, args=arguments))
+        return {
+            gang: {
+                kind: given.get(f"{_name(gang)}{place}", "")
+                for place, kind in enumerate(("steps", "logs"), 1)
+            }
+            for gang in gangs
         }
-        return BeatAnswer(lapsed=not detail, fenced=fenced, unknown=unknown, ids=by_kind)
 
     async def write_metrics(self, records: Sequence[Records]) -> dict[GangKey, str]:
-        """Write what the users' code measured; nothing of void attempts or deleted jobs.
+        """Write what the users' code measured.
 
         Answers, by gang, the ids of its records, separated by blanks; "" where none was written.
 
@@ -200,11 +219,10 @@ class Beat:
         telling = [r for r in records if r.metrics]
         if not telling:
             return {}
-        keys = [redis_keys.DELETED_JOBS]
+        keys = [redis_keys.job_metrics(told.job_id) for told in telling]
         arguments: list[str | int] = [redis_keys.METRICS_KEPT, redis_keys.MESSAGE_FIELD]
         for told in telling:
-            keys += [redis_keys.job(told.job_id), redis_keys.job_metrics(told.job_id)]
-            arguments += [told.job_id, told.fence, len(told.metrics)]
+            arguments.append(len(told.metrics))
             arguments += [record.model_dump_json() for record in told.metrics]
         ids = await self._metrics(keys=keys, args=arguments)
         return {(r.job_id, r.fence): str(given) for r, given in zip(telling, ids, strict=True)}
@@ -212,6 +230,10 @@ class Beat:
     async def release(self) -> None:
         """Give the lease up, if it is ours."""
         await self._release(keys=[redis_keys.node_lease(self._node_id)], args=[self._incarnation])
+
+
+def _name(gang: GangKey) -> str:
+    return f"{gang[0]}/{gang[1]}/"
 
 
 def _counted_samples(samples: Sequence[RankSample]) -> list[str | int]:

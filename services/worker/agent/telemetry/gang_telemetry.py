@@ -73,6 +73,7 @@ class GangTelemetry:
         crew: The ranks; their boards are owned from now on.
         node_id: This node.
         folder: Where their files lie.
+        beside: Has something done that may take long; may raise RuntimeError, as a thread that cannot start.
 
     Attributes:
         faults: By rank, what a board held or became that no rank of ours makes of it, in words
@@ -84,7 +85,10 @@ class GangTelemetry:
         crew: Crew,
         node_id: str,
         folder: AttemptFolder,
+        beside: Callable[[Callable[[], None]], None] = lambda work: work(),
     ) -> None:
+        self._beside = beside
+        self._is_cutting = False
         self.faults: dict[int, str] = {}
         self._seats = seats = dict(crew.seats)
         self._pids = dict(crew.pids)
@@ -97,6 +101,7 @@ class GangTelemetry:
             for rank, seat in seats.items()
             for stream in _STREAMS
         }
+        self._long = deque(self._tails.values())
         self._seen: dict[int, BoardSnapshot] = {}
         self._started: set[int] = set()
         # While Redis is away they wait here: more than Redis would keep are of no use.
@@ -116,8 +121,9 @@ class GangTelemetry:
         for rank, board in crew.boards.items():
             before = self._readers.pop(rank, None)
             if before is not None:
-                before.close()
+                self._close(before)
             self._readers[rank] = board
+            self.faults.pop(rank, None)
             self._seen.pop(rank, None)
             self._started.discard(rank)
 
@@ -136,8 +142,7 @@ class GangTelemetry:
         Args:
             ready: By rank, what names the groups of its board.
         """
-        for tail in self._tails.values():
-            tail.cut_back()
+        self._cut_back()
         begun = self.begun()
         for rank in list(self._readers):
             self._snapshot(rank)
@@ -250,8 +255,35 @@ class GangTelemetry:
     def close(self) -> None:
         """Close the boards."""
         for reader in self._readers.values():
-            reader.close()
+            self._close(reader)
         self._readers.clear()
+
+    def _close(self, reader: BoardReader) -> None:
+        # A rank can give its board any memory beyond its end, and take its name: the last to close it frees that.
+        try:
+            self._beside(reader.close)
+        except RuntimeError:  # ranks may have taken all threads
+            reader.close()
+
+    def _cut_back(self) -> None:
+        """Have logs started over that are too long."""
+        if self._is_cutting or not any(tail.is_too_long() for tail in self._long):
+            return
+        self._is_cutting = True
+        try:
+            self._beside(self._cut_in_turns)
+        except RuntimeError:  # ranks may have taken all threads: the next look tries again
+            self._is_cutting = False
+
+    def _cut_in_turns(self) -> None:
+        """Start them over; at a look the last part of one is kept, in turns."""
+        try:
+            self._long.rotate()
+            has_kept = False
+            for tail in self._long:
+                has_kept = tail.cut_back(may_keep=not has_kept) or has_kept
+        finally:
+            self._is_cutting = False
 
     def _watch_steps(self) -> None:
         # The figures of a step are the same on all ranks: rank 0 speaks for the job.
@@ -264,6 +296,8 @@ class GangTelemetry:
         for entry in self._ask(one, lambda board: board.steps_after(self._last_step or 0)) or ():
             if not speaks:
                 self._last_step = entry.step
+                if math.isfinite(entry.step_time_s):
+                    self._step_times.append(entry.step_time_s)
                 continue
             # A script may report every tenth step: then that is how often its board moves.
             apart = 1 if self._last_step is None else entry.step - self._last_step
@@ -330,7 +364,7 @@ class GangTelemetry:
             return question(reader)
         except BoardError as error:
             self.faults[rank] = str(error)
-            self._readers.pop(rank).close()
+            self._close(self._readers.pop(rank))
             return None
 
     def _snapshot(self, rank: int) -> BoardSnapshot:

@@ -4,7 +4,8 @@ Ranks wait for each other in collectives, so one that stands still soon stops al
 when no rank's board has moved (its step, its phase, the numbers of its collectives) for longer
 than it is allowed to. It is allowed ``max(5 s, 3 x usual step)``, or what the spec says. Where a
 usual step says nothing (before the first step is done, while a checkpoint is loaded or written,
-during an evaluation, while the profiler gives out a trace) it is allowed five minutes at least.
+during an evaluation, while the profiler gives out a trace) it is allowed five minutes at least. Ranks that
+meet may wait for other nodes as long; but where one of them sends to a link that carries nothing, 20 s.
 
 Of a script only its reports are seen, and not whether it evaluates between two of them: it is allowed
 a minute where our loop is allowed 5 s. Before its first report it is allowed any time, for it may
@@ -29,6 +30,8 @@ SHORTEST_OF_SCRIPT_S: Final = 60.0
 STEPS_ALLOWED: Final = 3.0
 SLOW_PHASE_S: Final = 300.0
 STOPPED_ALLOWED_S: Final = 60.0
+CUT_OFF_S: Final = 20.0
+"""Long enough for a link that is down for seconds; by then a kernel has sent four times to one that is cut."""
 LOOKS_EVERY_S: Final = 0.5
 """A longer break between two looks, which come ten times a second, was not the ranks' fault: the
 machine was stopped, or has so much else to do that they may starve as well."""
@@ -62,13 +65,15 @@ class Mark:
 class Progress:
     """What was seen at the last look. ``moved_at`` is when something had last moved.
 
-    ``stopped``: the ranks whose processes were stopped, and since when.
+    ``stopped``: the ranks whose processes were stopped, and since when. ``still``: since when each rank has
+    stood still.
     """
 
     marks: Mapping[int, Mark] = field(default_factory=dict)
     moved_at: float | None = None
     looked_at: float | None = None
     stopped: Mapping[int, float] = field(default_factory=dict)
+    still: Mapping[int, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -91,6 +96,7 @@ def allowance_s(
     usual_step_s: float | None,
     asked_s: float | None,
     is_script: bool = False,
+    cut_off: bool = False,
 ) -> float:
     """How long the ranks may stand still.
 
@@ -100,7 +106,10 @@ def allowance_s(
         usual_step_s: The median of the last steps.
         asked_s: ``faults.hang_timeout_s``, None for auto.
         is_script: Whether the steps are those that a script reports.
+        cut_off: Whether one of them, as they meet, sends to a link that carries nothing.
     """
+    if cut_off and any(mark.phase is RankPhase.RENDEZVOUS for mark in marks.values()):
+        return CUT_OFF_S
     if is_script and not stepped:
         return math.inf
     shortest = SHORTEST_OF_SCRIPT_S if is_script else SHORTEST_S
@@ -120,12 +129,18 @@ def look(
         allowed_s: See ``allowance_s``.
         now: The moment of the look.
     """
-    moved_at = before.moved_at
+    moved_at, missed_s = before.moved_at, _missed_s(before, now)
     if moved_at is None or before.looked_at is None or marks != before.marks:
         moved_at = now
-    elif now - before.looked_at > LOOKS_EVERY_S:
-        moved_at += now - before.looked_at
-    after = replace(before, marks=dict(marks), moved_at=moved_at, looked_at=now)
+    else:
+        moved_at += missed_s
+    still = {
+        rank: min(before.still.get(rank, now) + missed_s, now)
+        if before.marks.get(rank) == mark
+        else now
+        for rank, mark in marks.items()
+    }
+    after = replace(before, marks=dict(marks), moved_at=moved_at, looked_at=now, still=still)
     return after, Stall(still_s=now - moved_at, allowed_s=allowed_s)
 
 
@@ -140,8 +155,13 @@ def look_at_stopped(
         asked_s: ``faults.hang_timeout_s``, None for auto.
         now: The moment of the look.
     """
-    away_s = 0.0 if before.looked_at is None else now - before.looked_at
-    missed_s = away_s if away_s > LOOKS_EVERY_S else 0.0
+    missed_s = _missed_s(before, now)
     since = {rank: before.stopped.get(rank, now - missed_s) + missed_s for rank in stopped}
     longest_s = max((now - at for at in since.values()), default=0.0)
     return replace(before, stopped=since), Stall(longest_s, asked_s or STOPPED_ALLOWED_S)
+
+
+def _missed_s(before: Progress, now: float) -> float:
+    """How long the agent itself did not look."""
+    away_s = 0.0 if before.looked_at is None else now - before.looked_at
+    return away_s if away_s > LOOKS_EVERY_S else 0.0

@@ -6,8 +6,10 @@ far ahead is the middle passed over, with a line that says so. A file that has g
 """
 
 import contextlib
+import math
 import os
 import re
+import threading
 import time
 from pathlib import Path
 from typing import BinaryIO, Final, Literal, NamedTuple
@@ -25,10 +27,12 @@ PREVIOUS_BYTES: Final = 16 << 20
 """So much of it is kept in the file of the same name that ends in ``.1``."""
 KEPT_EVERY_S: Final = 10.0
 """It is kept so often at most: a rank can make its file long at no cost, as often as it likes."""
+_STARTED_OVER_WITHIN_S: Final = 2.0
 _KEPT_BYTES: Final = 1 << 18
 _CHUNK_BYTES: Final = 1 << 18
 _PARTIAL_BYTES: Final = 1 << 16
-_COUNTED_BYTES: Final = 64 << 20
+# More is not read to be counted: a rank makes its log as long at no cost, and all gangs wait meanwhile.
+_COUNTED_BYTES: Final = 4 << 20
 _CONTROL: Final = re.compile(r"\x1b\[[0-?]*[ -/]*[@-~]|\x1b.|[\x00-\x08\x0b-\x1f\x7f]")
 _LEVELS: Final[tuple[tuple[Level, re.Pattern[str]], ...]] = (
     ("error", re.compile(r"^Traceback \(most recent call last\):|^[\w.]+(Error|Exception)(:|$)")),
@@ -61,18 +65,28 @@ class LogTail:
         self._unreadable = False
         self._end: int | None = None
         self._kept_at: float | None = None
+        self._ended_at: float | None = None
+        self._in_use = threading.Lock()
 
     def read(self, limit: int, *, last: bool = False) -> list[TailedLine]:
         """At most ``limit`` of the lines that were not read before.
 
         A line without its end is held back until it has one or is too long, except where
-        ``last`` says that nobody writes any more.
+        ``last`` says that nobody writes any more. While another thread starts the file over there are none.
         """
+        if not self._in_use.acquire(blocking=False):
+            return []
+        try:
+            return self._read(limit, last=last)
+        finally:
+            self._in_use.release()
+
+    def _read(self, limit: int, *, last: bool) -> list[TailedLine]:
         try:
             size = self._size()
-            if size < self._offset:  # somebody cut the file: what it holds now is new
-                self._offset = 0
-            if size == self._offset or limit <= 0:
+            if size < self._offset and self._end is None:
+                self._start_over()
+            if size <= self._offset or limit <= 0:
                 return []
             with open(open_plain(self._path), "rb") as file:  # noqa: PTH123 a descriptor
                 lines = []
@@ -90,23 +104,38 @@ class LogTail:
         last = last and self._offset + len(chunk) >= size
         return lines + self._lines(chunk, limit - len(lines), last=last)
 
-    def cut_back(self) -> None:
-        """Start the file over if it is too long; to be called often, whoever reads or not.
+    def is_too_long(self) -> bool:
+        """Whether the file is to be started over."""
+        try:
+            return self._path.lstat().st_size > FILE_BYTES
+        except OSError:
+            return False
+
+    def cut_back(self, *, may_keep: bool = True) -> bool:
+        """Start the file over if it is too long; to be called often, whoever reads or not, in any one thread.
+
+        Answers whether its last part was kept, which takes as long as to read and write 16 MiB. Where
+        that is due and not ``may_keep``, the file stays as it is for now. To empty a file may take minutes
+        that a rank has put there in a hundred thousand pieces.
 
         The rank goes on to append to the same file. What it writes while this is done, within
         some milliseconds, may be lost; what was not read yet, up to ``BACKLOG_BYTES``, is not.
         """
+        with self._in_use:
+            return self._cut_back(may_keep=may_keep)
+
+    def _cut_back(self, *, may_keep: bool) -> bool:
         try:
-            if self._path.stat().st_size <= FILE_BYTES:
-                return
+            now = time.monotonic()
+            is_kept = self._kept_at is None or now >= self._kept_at + KEPT_EVERY_S
+            if self._path.lstat().st_size <= FILE_BYTES or (is_kept and not may_keep):
+                return False
             # A link in its place was made by the rank: it is not followed, nor is a pipe waited for.
             flags = os.O_RDWR | os.O_APPEND | os.O_NOFOLLOW | os.O_NONBLOCK
             descriptor = os.open(self._path, flags)
             with os.fdopen(descriptor, "r+b", buffering=0) as file:
                 size = os.fstat(descriptor).st_size
                 unread = min(max(size - self._offset, 0), BACKLOG_BYTES)
-                now = time.monotonic()
-                is_kept = self._kept_at is None or now >= self._kept_at + KEPT_EVERY_S
                 wanted = max(unread, PREVIOUS_BYTES) if is_kept else unread
                 file.seek(max(size - wanted, 0))
                 last = file.read(wanted)
@@ -120,9 +149,9 @@ class LogTail:
                     rest = rest.partition(b"\n")[2]
                 file.write(f"{words}\n".encode() + rest)
         except OSError:
-            return  # it is not there yet, or the next call tries again
-        self._offset = 0
-        self._inside_cut_line = False
+            return False  # it is not there yet, or the next call tries again
+        self._start_over()
+        return is_kept
 
     def _keep(self, last: bytes) -> str:
         """Put what a file held last beside it; answers under which name."""
@@ -134,6 +163,8 @@ class LogTail:
 
     def at_end(self) -> bool:
         """Whether everything that is in the file now was read, or cannot be."""
+        if self._in_use.locked():  # it is started over; that must not hold up the end of a gang
+            return time.monotonic() > (self._ended_at or math.inf) + _STARTED_OVER_WITHIN_S
         try:
             return self._unreadable or self._size() <= self._offset
         except OSError:
@@ -141,12 +172,20 @@ class LogTail:
 
     def end(self) -> None:
         """Read nothing that is written from now on: what a rank left behind may write forever."""
+        self._ended_at = time.monotonic()
         self._end = 0
         with contextlib.suppress(OSError):
-            self._end = self._path.stat().st_size
+            self._end = self._path.lstat().st_size
+            if self._end < self._offset:
+                self._start_over()
+
+    def _start_over(self) -> None:
+        """Somebody cut the file: what it holds now is new."""
+        self._offset = 0
+        self._inside_cut_line = False
 
     def _size(self) -> int:
-        size = self._path.stat().st_size
+        size = self._path.lstat().st_size
         return size if self._end is None else min(size, self._end)
 
     def _lines(self, chunk: bytes, limit: int, *, last: bool) -> list[TailedLine]:
@@ -168,8 +207,11 @@ class LogTail:
         skipped = target - self._offset
         file.seek(self._offset if skipped <= _COUNTED_BYTES else target)
         count = 0
-        while (left := target - file.tell()) > 0:
-            count += file.read(min(left, _CHUNK_BYTES)).count(b"\n")
+        left = target - file.tell()
+        # It may be cut while it is read: then there is nothing up to the target, however often one reads.
+        while left > 0 and (part := file.read(min(left, _CHUNK_BYTES))):
+            count += part.count(b"\n")
+            left -= len(part)
         # To the end of a line: in what follows of one there may be half a secret.
         rest = file.readline(_PARTIAL_BYTES)
         count += rest.count(b"\n")

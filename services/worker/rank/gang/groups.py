@@ -14,7 +14,8 @@ from fsdp_core.plan.model import MeshPlan
 from services.contract.messages.rank_pipe import RankSeat
 from services.worker.rank.gang.control import CollectiveListener, ControlChannel
 
-_MEETING_TIME: Final = timedelta(minutes=2)
+# Other nodes may still load the checkpoint. Agents end a meeting that cannot succeed sooner.
+_MEETING_TIME: Final = timedelta(minutes=30)
 
 
 class MeshError(ValueError):
@@ -81,7 +82,7 @@ def joined(seat: RankSeat, listen_fd: int | None, listener: CollectiveListener) 
 
     Raises:
         MeshError: The plan's mesh has not as many ranks as this gang.
-        torch.distributed.DistError: The others did not come within two minutes.
+        torch.distributed.DistError: The others did not come within half an hour.
     """
     sizes = seat.plan.sharding.mesh
     world_size = seat.plan.world_size

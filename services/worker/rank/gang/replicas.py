@@ -19,12 +19,20 @@ from typing import Any, Final, Protocol, cast
 import torch
 import torch.distributed as dist
 
-from services.contract.messages.rank_pipe import RankOrder, RankSeat, ReplicaSet
+from services.contract.messages.rank_pipe import (
+    RankEpochBroken,
+    RankMessage,
+    RankOrder,
+    RankSeat,
+    ReplicaSet,
+)
 from services.contract.words.states import RankPhase
 
 _LOOK: Final = timedelta(milliseconds=100)
 _PAUSE_S: Final = 0.005
 _MOMENT_S: Final = 1.0
+_LOSS_TOLD_WITHIN_S: Final = 5.0
+"""Within this time a loss is told of; then the connections broke by themselves."""
 _MEETS_WITHIN: Final = timedelta(seconds=20)
 _AT_ONCE: Final = timedelta(milliseconds=1)
 _NO_TAG: Final = 1 << 20  # with which nothing is sent
@@ -38,7 +46,11 @@ class MembersChangedError(Exception):
 
 
 class OrderPipe(Protocol):
-    """Where orders come from."""
+    """Where orders come from, and reports go."""
+
+    def send(self, message: RankMessage) -> None:
+        """Report to the agent."""
+        ...
 
     def poll_orders(self, within_s: float = 0.0) -> list[RankOrder]:
         """What came; waits so long for it, if nothing is there."""
@@ -99,6 +111,10 @@ class Orders:
                 self._others.append(order)
             elif self.newest is None or told.epoch > self.newest.epoch:
                 self.newest = told
+
+    def report_broken(self, epoch: int) -> None:
+        """The connections of an epoch broke, and no newer one was told of."""
+        self._pipe.send(RankEpochBroken(epoch=epoch))
 
     def take(self) -> list[RankOrder]:
         """All that say nothing of replicas and were not taken before."""
@@ -350,6 +366,7 @@ class Replicas:
         return self._groups
 
     def _newer(self) -> ReplicaSet:
+        began, is_reported = time.monotonic(), self._set is None
         while True:
             self._orders.poll()
             newest = self._orders.newest
@@ -360,6 +377,9 @@ class Replicas:
                     f"replica {self.number} is no member of epoch {newest.epoch} of its attempt: it "
                     "was given up for lost"
                 )
+            if not is_reported and time.monotonic() - began >= _LOSS_TOLD_WITHIN_S:
+                is_reported = True
+                self._orders.report_broken(self._known.epoch)
             self._orders.poll(_MOMENT_S)
 
     def _is_current(self, wanted: ReplicaSet, within_s: float = 0.0) -> bool:

@@ -141,6 +141,7 @@ class _Loop:
                 if self._replicas.is_first and self._is_saved_at_the_end:
                     save(self._run, writer, self._after, is_last=True)
                     writer.finish(self._made)
+                self._run.watch.enter(RankPhase.RENDEZVOUS)
                 if self._replicas.part():
                     break
             except MembersChangedError:
@@ -186,7 +187,8 @@ class _Loop:
                 others = self._gradients.of_others(step, parts, self._await_copies)
                 self._others = (parts, others)
             sums += self._others[1]
-        run.watch.enter(RankPhase.POST_BACKWARD)
+        # By this phase agents know a replica that waits for others from one that stands still by itself.
+        run.watch.enter(RankPhase.RENDEZVOUS)
         self._sums = None
         self._replicas.sum(sums.gradients, sums.figures)
         self._sums = sums

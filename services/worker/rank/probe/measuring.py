@@ -4,7 +4,6 @@ All of them call the same functions in the same order, and each finds the same: 
 slowest, for which the others wait in every step.
 """
 
-import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -18,11 +17,12 @@ from fsdp_core.comm.collectives import GroupCollectives
 from fsdp_core.plan.model import NodeFacts
 from services.worker.rank.probe.engine_costs import engine_costs
 
-_FIGURE_S: Final = 0.2
-_TRIALS: Final = 10
+# A job may wait for its plan, and the plan for these figures.
+_FIGURE_S: Final = 0.1
+_TRIALS: Final = 5
 _TURN_S: Final = 0.004
-_TURNS_S: Final = 1.0
-_TURNS: Final = 5
+_TURNS_S: Final = 0.4
+_TURNS: Final = 3
 _MOST_ROUNDS: Final = 100
 _DTYPES: Final[Mapping[str, Mapping[str, torch.dtype]]] = {
     "cpu": {"fp32": torch.float32, "bf16": torch.bfloat16},
@@ -70,13 +70,15 @@ def node_facts(fellow: Fellow, seats: int, processes: int) -> NodeFacts:
     }
     memory = _copied_a_second(fellow)
     exchange = _Exchange(fellow.host, _HOST)
-    network = link = exchange.sent / _round_s(fellow, exchange.once)
+    exchange_s = _round_s(fellow, exchange.once)
+    network = link = exchange.sent / exchange_s
     overlap = 0.0
     if fellow.data is not None and fellow.device is not None:
         if fellow.data is not fellow.host:
             exchange = _Exchange(fellow.data, fellow.device)
-            link = exchange.sent / _round_s(fellow, exchange.once)
-        overlap = _overlap(fellow, exchange, seconds["fp32"])
+            exchange_s = _round_s(fellow, exchange.once)
+            link = exchange.sent / exchange_s
+        overlap = _overlap(fellow, exchange, exchange_s, seconds["fp32"])
     facts = NodeFacts(
         matmul_flops={word: share * operations / each for word, each in seconds.items()},
         memory_bandwidth=share * memory,
@@ -180,9 +182,8 @@ def _copied_a_second(fellow: Fellow) -> float:
     return 2 * nbytes / _round_s(fellow, copy)
 
 
-def _overlap(fellow: Fellow, exchange: _Exchange, product_s: float) -> float:
+def _overlap(fellow: Fellow, exchange: _Exchange, exchange_s: float, product_s: float) -> float:
     """Which part of the shorter of exchange and computation the other one hides."""
-    exchange_s = _round_s(fellow, exchange.once)
     count = max(1, round(exchange_s / exchange.collectives / product_s))
     product = _product(fellow, "fp32")
 
@@ -206,7 +207,10 @@ def _round_s(fellow: Fellow, once: Callable[[], object]) -> float:
 
 
 def _in_turns_s(fellow: Fellow, calls: Sequence[Callable[[], object]]) -> list[float]:
-    """Seconds of each: the lower quartile of rounds in which each has its turn."""
+    """Seconds of each: the shortest of some rounds in which each has its turn.
+
+    Differences of these count, and rounds are few: whatever else the node does lengthens one or the other.
+    """
     if fellow.device is None:
         calls = [_idle] * len(calls)
     guesses = [(once(), _timed(fellow, once, 1))[1] for once in calls]
@@ -216,7 +220,7 @@ def _in_turns_s(fellow: Fellow, calls: Sequence[Callable[[], object]]) -> list[f
     while _slowest(fellow, time.perf_counter() - began) < _TURNS_S or len(found[0]) < _TURNS:
         for times, once, count in zip(found, calls, repeats, strict=True):
             times.append(_timed(fellow, once, count))
-    return [statistics.quantiles(times, n=4)[0] for times in found]
+    return [min(times) for times in found]
 
 
 def _timed(fellow: Fellow, once: Callable[[], object], rounds: int) -> float:

@@ -1,4 +1,4 @@
-"""``python -m services.worker.rank.probe.profile``: profiles the model of a spec, without its memory.
+"""A program of the agent's: profiles the model of a spec, without its memory.
 
 What the user wrote runs here, in a process that may hang, crash or take too much: its agent sees to
 the time, this module to the memory. No process group is made. Parameters get values only in a child
@@ -11,16 +11,12 @@ by which the loss is no number, or there is none.
 """
 
 import contextlib
-import gc
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Final, NoReturn, cast
 from weakref import WeakKeyDictionary
-
-if __name__ == "__main__":
-    gc.disable()  # imports leave no garbage; looking for it takes a fifth of their time
 
 import torch
 from torch import nn
@@ -29,8 +25,8 @@ from fsdp_core.errors import PlanError
 from fsdp_core.plan import fakes
 from fsdp_core.plan.model import ModelProfile, OptimizerFacts
 from fsdp_core.plan.optimizer_facts import optimizer_facts
-from fsdp_core.plan.pass_timing import timed_passes
-from fsdp_core.plan.profiling import ModelUnderStudy, profile_model
+from fsdp_core.plan.profiling import profile_model
+from fsdp_core.plan.study import ModelUnderStudy
 from meshloom.data import Batch
 from meshloom.trainable import Trainable
 from services.contract.jobs.plans import default_micro_batch
@@ -52,7 +48,7 @@ from services.worker.rank.probe.first_samples import FirstSamples, SampleError, 
 from services.worker.rank.probe.passes import ProbeContext, pass_for_real
 from services.worker.rank.process.failures import chain_of, one_line, traceback_of
 from services.worker.rank.process.host_memory import lacks_host_memory, limit_memory, limited_memory
-from services.worker.rank.process.probe_program import take_question
+from services.worker.rank.process.probe_program import Question
 from services.worker.rank.process.user_path import add_code
 
 _MIB: Final = 1 << 20
@@ -81,11 +77,8 @@ class _Course:
         self.for_real = None
 
 
-def main() -> NoReturn:
+def main(asked: Question) -> NoReturn:
     """Answer the agent's question."""
-    gc.freeze()
-    gc.enable()
-    asked = take_question("services.worker.rank.probe.profile")
     seat = ProbeSeat.model_validate_json(asked.question)
     mask_before_cuts(Mask(seat.secrets).text)
     torch.set_num_threads(1)
@@ -124,9 +117,9 @@ def probe(seat: ProbeSeat) -> ModelProbed:
 
 def _profile(seat: ProbeSeat, sample: Batch, course: _Course) -> ModelProfile:
     question, study = seat.question, _study(seat, sample, course)
-    profile = profile_model(study, question.conditions, stops=question.stops)
-    dtype = question.conditions[0].param_dtype
-    return replace(profile, timed=timed_passes(study, profile, seat.memory_bytes, dtype))
+    return profile_model(
+        study, question.conditions, stops=question.stops, timed_within=seat.memory_bytes
+    )
 
 
 # -- What the spec names
@@ -344,7 +337,3 @@ def _is_alike(one: BaseException, other: BaseException) -> bool:
 
 def _is_out_of_memory(error: BaseException) -> bool:
     return lacks_host_memory(error) or isinstance(error, torch.OutOfMemoryError)
-
-
-if __name__ == "__main__":
-    main()

@@ -1,4 +1,4 @@
-"""``python -m services.worker.rank.probe.self_test``: what this node's devices do in a second.
+"""A program of the agent's: what this node's devices do in a second.
 
 As many processes as the node seats ranks work at once, each with the threads that a rank would have
 then, for a rank alone on a node is faster than one among its fellows. Each figure is that of the
@@ -17,7 +17,7 @@ import torch.distributed as dist
 from fsdp_core.comm.collectives import GroupCollectives
 from services.contract.messages.probe_programs import SelfTestResult, SelfTestSeat
 from services.worker.rank.probe.measuring import MATRIX_WIDTH, Fellow, node_facts
-from services.worker.rank.process.probe_program import take_question
+from services.worker.rank.process.probe_program import Question
 from services.worker.rank.process.warm import die_with_parent
 
 MOST_PROCESSES: Final = 16
@@ -26,9 +26,8 @@ _MEETING_TIME: Final = timedelta(minutes=1)
 _UNKNOWN_NETWORK: Final = "not measured: this is the rate between processes of this node by TCP"
 
 
-def main() -> NoReturn:
+def main(asked: Question) -> NoReturn:
     """Answer the agent's question."""
-    asked = take_question("services.worker.rank.probe.self_test")
     seat = SelfTestSeat.model_validate_json(asked.question)
     began = time.monotonic()
     processes = working_processes(seat)
@@ -99,7 +98,3 @@ def _groups(seat: SelfTestSeat, processes: int) -> tuple[GroupCollectives, Group
     if seat.device_type == "cpu":
         return host, host
     return host, GroupCollectives("devices", dist.new_group(backend="nccl"))
-
-
-if __name__ == "__main__":
-    main()

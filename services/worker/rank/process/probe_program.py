@@ -1,32 +1,35 @@
-"""A program that its agent asks one question: on stdin, and answered into a descriptor.
+"""A program that its agent asks one question: on a socket, and answered into a descriptor.
 
-Neither stdout nor stderr can carry the answer: what the user wrote prints there. stdin is a socket:
-one byte says that this process has imported what it needs, from when on its time counts.
+It runs in a fork of the template, so that it need not import torch. Neither stdout nor stderr can carry
+the answer: what the user wrote prints there. One byte on the socket says that this process has imported
+what it needs, from when on its time counts; the last line there is how it ended.
 
 What the user wrote runs in a child. The process itself waits for the child's end, then ends whatever the
-child has left, with whatever mark and in whatever session, and leaves as the child did.
+child has left, with whatever mark and in whatever session, and reports how the child ended.
 """
 
-import argparse
 import contextlib
 import ctypes
 import faulthandler
+import gc
+import importlib
 import os
 import signal
 import socket
 import sys
+import traceback
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Final, NoReturn
 
 from pydantic import BaseModel
 
 from services.contract.messages.rank_stacks import STACKS_SIGNAL
-from services.contract.system.own_process import set_up_process
 from services.contract.system.rank_user import RankUser
-from services.worker.rank.process.user_path import add_user_path
 from services.worker.rank.process.warm import children, die_with_parent
 
 _PR_SET_CHILD_SUBREAPER: Final = 36
+_FAILED: Final = 1
 _prctl = ctypes.CDLL(None).prctl
 
 
@@ -47,43 +50,65 @@ class Question:
         os._exit(0)
 
 
-def take_question(program: str) -> Question:
-    """Have this process end with its agent and show its stacks to it; then read the question.
+def run_program(
+    program: str, descriptors: tuple[int, int, int], user: RankUser | None, lifeline: int
+) -> NoReturn:
+    """Be a program from its question to its end.
 
     Args:
-        program: Its name, as the agent starts it.
+        program: The module; its ``main`` takes a `Question` and does not return.
+        descriptors: The end of the agent's socket, a file for the answer, one for output. They are
+            this process's from now on.
+        user: The system user that it becomes once it has the question; None: it stays this one.
+        lifeline: A descriptor that is not for the user's code: see `warm.WarmProcess`.
     """
-    set_up_process()
-    parser = argparse.ArgumentParser(prog=f"python -m {program}")
-    parser.add_argument("--answer", type=int, required=True, help="descriptor of the answer's file")
-    parser.add_argument("--agent", type=int, required=True, help="process id of the agent")
-    parser.add_argument("--user-path", action="append", default=[], help="where users' modules are")
-    parser.add_argument("--rank-user", help="system user to become")
-    arguments = parser.parse_args()
-    add_user_path(arguments.user_path)
-    die_with_parent(arguments.agent)
-    faulthandler.enable()
-    faulthandler.register(STACKS_SIGNAL, all_threads=True)
-    os.set_inheritable(arguments.answer, False)  # noqa: FBT003 the standard library's signature
-    with socket.socket(fileno=os.dup(0)) as channel, channel.makefile("rb") as asked:
-        channel.sendall(b"?")
-        question = asked.read()
+    channel, answer, words = descriptors
     with open(os.devnull, "rb") as nothing:  # noqa: PTH123 a device, not a path to a file
         os.dup2(nothing.fileno(), 0)
-    parent = os.getpid()
-    _prctl(_PR_SET_CHILD_SUBREAPER, 1)
-    child = os.fork()
-    if child:
-        os.close(arguments.answer)
-        _see_to_its_end(child)
-    die_with_parent(parent)
-    if arguments.rank_user is not None:
-        RankUser.named(arguments.rank_user).become()
+    for number in (1, 2):
+        os.dup2(words, number)
+    os.close(words)
+    sys.argv = [program]
+    faulthandler.enable()
+    faulthandler.register(STACKS_SIGNAL, all_threads=True)
+    with socket.socket(fileno=channel) as agent:
+        main = _imported(program, agent)
+        with contextlib.suppress(ConnectionError), agent.makefile("rb") as asked:
+            agent.sendall(b"?")
+            question = asked.read()
+        parent = os.getpid()
+        _prctl(_PR_SET_CHILD_SUBREAPER, 1)
+        child = os.fork()
+        if child:
+            os.close(answer)
+            _see_to_its_end(child, agent)
+    os.close(lifeline)
+    try:
         die_with_parent(parent)
-    return Question(question, arguments.answer)
+        if user is not None:
+            user.become()
+            die_with_parent(parent)  # the kernel forgets it with the old user
+        main(Question(question, answer))
+    except BaseException:  # noqa: BLE001 a forked child must never return into the template's loop
+        traceback.print_exc()
+    finally:
+        sys.stderr.flush()
+        os._exit(_FAILED)
 
 
-def _see_to_its_end(child: int) -> NoReturn:
+def _imported(program: str, agent: socket.socket) -> Callable[[Question], NoReturn]:
+    gc.disable()  # imports leave no garbage; looking for it takes a fifth of their time
+    try:
+        main: Callable[[Question], NoReturn] = importlib.import_module(program).main
+    except Exception:  # noqa: BLE001 whatever it is, the agent reads it with the output
+        traceback.print_exc()
+        _report(agent, _FAILED)
+    gc.freeze()
+    gc.enable()
+    return main
+
+
+def _see_to_its_end(child: int, agent: socket.socket) -> NoReturn:
     """Wait for the child, or for SIGTERM, and leave nothing behind; stacks are the child's to show."""
     faulthandler.unregister(STACKS_SIGNAL)
     faulthandler.disable()
@@ -100,9 +125,10 @@ def _see_to_its_end(child: int) -> NoReturn:
                 with contextlib.suppress(ProcessLookupError, PermissionError):
                     os.kill(each, signal.SIGKILL)
             os.waitpid(-1, 0)
-    code = os.waitstatus_to_exitcode(status)
-    if code < 0:
-        with contextlib.suppress(OSError, ValueError):  # SIGKILL and SIGSTOP have no handler
-            signal.signal(-code, signal.SIG_DFL)
-        os.kill(os.getpid(), -code)
-    os._exit(code)
+    _report(agent, os.waitstatus_to_exitcode(status))
+
+
+def _report(agent: socket.socket, code: int) -> NoReturn:
+    with contextlib.suppress(OSError):  # the agent may be gone
+        agent.sendall(b"%d\n" % code)
+    os._exit(0)

@@ -1,6 +1,7 @@
 """The template: it has imported torch and the trainer once, and each warm process is a fork of it.
 
-So a warm process that dies is replaced without another import. The template outlives its agent for
+So a warm process that dies is replaced without another import, and programs that are asked for one
+answer begin without one. The template outlives its agent for
 a while: an agent that starts meanwhile on the same node, with the same settings and the same code,
 adopts it. It runs no rank, has one thread and never touches CUDA. Warm processes and ranks do not
 outlive their agent: a lifeline kills the warm process, and the kernel its ranks.
@@ -27,6 +28,7 @@ from pydantic import ValidationError
 from services.contract.messages.warm_channel import (
     BLANK_MARK,
     NODE_MARK,
+    ForkProgram,
     ForkWarm,
     TemplateReady,
     WarmChannel,
@@ -35,6 +37,7 @@ from services.contract.messages.warm_channel import (
 )
 from services.contract.system.own_process import set_up_process
 from services.contract.system.rank_user import RankUser
+from services.worker.rank.process.probe_program import run_program
 from services.worker.rank.process.seat import DEFAULT_TRAINER, SCRIPT_TRAINER, load_trainer
 from services.worker.rank.process.user_path import add_user_path, hidden_by_us
 from services.worker.rank.process.warm import Ranks, serve_agent
@@ -42,6 +45,7 @@ from services.worker.rank.process.warm import Ranks, serve_agent
 _F_SETSIG: Final = 10
 _CREDENTIALS: Final = struct.Struct("3i")  # pid, uid, gid
 _MOST_AGENTS_WAITING: Final = 4
+_COMPILED: Final = "TORCHINDUCTOR_CACHE_DIR"
 _libc = ctypes.CDLL(None)
 
 
@@ -99,9 +103,12 @@ class Template:
                 selector.select()
                 with contextlib.suppress(BlockingIOError):
                     self._wake[0].recv(4096)
-                for message, descriptors in channel.receive():
-                    if isinstance(message, ForkWarm):
-                        self._fork(channel, selector, message, descriptors)
+                # The whole batch is taken before the first fork: a fork closes what is not its own.
+                orders = channel.receive()
+                for index, (message, descriptors) in enumerate(orders):
+                    if isinstance(message, ForkWarm | ForkProgram):
+                        later = [fd for _, fds in orders[index + 1 :] for fd in fds]
+                        self._fork(channel, selector, (message, descriptors), later)
                 with contextlib.suppress(ChildProcessError):
                     while os.waitpid(-1, os.WNOHANG)[0]:
                         pass
@@ -110,10 +117,13 @@ class Template:
         self,
         channel: WarmChannel,
         selector: selectors.BaseSelector,
-        asked: ForkWarm,
-        descriptors: tuple[int, ...],
+        order: tuple[ForkWarm | ForkProgram, tuple[int, ...]],
+        later: list[int],
     ) -> None:
         answer: WarmForked | WarmRefused
+        asked, descriptors = order
+        sys.stdout.flush()
+        sys.stderr.flush()
         try:
             pid = os.fork()
         except OSError as error:
@@ -122,21 +132,30 @@ class Template:
             if pid == 0:
                 selector.close()
                 channel.close()
-                self._become_warm(asked, *descriptors)
+                for descriptor in later:
+                    os.close(descriptor)
+                self._become(asked, descriptors)
             answer = WarmForked(pid=pid)
         # First: who stopped this process behind its answer would else keep a dead fork's end open.
         for descriptor in descriptors:
             os.close(descriptor)
         channel.send(answer)
 
-    def _become_warm(self, asked: ForkWarm, channel: int, lifeline: int) -> NoReturn:
+    def _become(self, asked: ForkWarm | ForkProgram, descriptors: tuple[int, ...]) -> NoReturn:
         try:
             os.setsid()
+            *others, lifeline = descriptors
             die_at_the_end_of(lifeline)
             _carry(asked.mark)
             self._listener.close()
+            signal.set_wakeup_fd(-1)
             for end in self._wake:
                 end.close()
+            if isinstance(asked, ForkProgram):
+                signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+                question, answer, words = others
+                run_program(asked.program, (question, answer, words), self._ranks.user, lifeline)
+            (channel,) = others
             serve_agent(
                 WarmChannel(socket.socket(fileno=channel)),
                 self._ranks,
@@ -222,10 +241,14 @@ def main() -> None:
     channel = WarmChannel(socket.socket(fileno=arguments.channel))
     listener = _listen(arguments.listen)
     started = time.monotonic()
+    caches_compiled = os.environ.get(_COMPILED)  # noqa: TID251 as below
     add_user_path(arguments.user_path)
     load_trainer(arguments.trainer)
     if arguments.trainer == DEFAULT_TRAINER:
         load_trainer(SCRIPT_TRAINER)
+    if caches_compiled is None:
+        # torch sets it to a folder of the user that imports it, where ranks of another one may not write.
+        os.environ.pop(_COMPILED, None)  # noqa: TID251 of this process, for its forks
     # What is alive now is shared by all ranks: the collector must not touch (and so copy) it.
     gc.collect()
     gc.freeze()

@@ -1,6 +1,6 @@
 // Written by `npm run types` from tests/controller/openapi.json; not to be edited.
-// document f99b4c99eef7fe52136ba4462fb4a7fac4d32bc5f8d85d97f93bd977ab2aed40
-// types 485384f6c23726fba3f2576c96404bd4649215ca7f2b4b3b8f6486ccb685cc31
+// document 1edaa94b79b9e4a204739752c5dfb6676863de6f44d86b29b361fe20520b859a
+// types 3e424aa5c77829406b2d60b7b00e5dc9711e6e966f4921d9c908d2e034c09192
 
 export type paths = Record<string, never>;
 export type webhooks = Record<string, never>;
@@ -833,7 +833,7 @@ export interface components {
          * @description The resources of a node. ``cpu_slots`` is how many CPU ranks it runs at a time.
          *
          *     ``storage_id``: the name that the storage of checkpoints has for all nodes that share it; None: unknown.
-         *     ``storage_fault``: why no job could use it when the agent started, as far as that was tried.
+         *     ``storage_fault``: why no job can use it, as far as its agent has tried.
          */
         Inventory: {
             /**
@@ -1082,6 +1082,12 @@ export interface components {
             /** Started At */
             started_at: string | null;
             state: components["schemas"]["JobState"];
+            /**
+             * Telemetry Away
+             * @description whether the Redis for telemetry does not answer: progress is then what the job's record has
+             * @default false
+             */
+            telemetry_away: boolean;
             /**
              * Updated At
              * Format: date-time
@@ -2674,7 +2680,7 @@ export interface components {
         };
         /**
          * TraceFileView
-         * @description One rank's file. ``path`` is on the node; ``bytes`` compressed; the steps are the first and last.
+         * @description One rank's file. ``path`` is on the node, or an address in the bucket; ``bytes`` compressed; the steps are the first and last.
          */
         TraceFileView: {
             /** Bytes */
