@@ -315,7 +315,11 @@ _guarded: weakref.WeakSet[SharedSlices] = weakref.WeakSet()
 
 
 def _guard_optimizers(slices: SharedSlices) -> None:
-    """Has every optimizer wait, before it steps, until no rank reads `slices` or computes with them."""
+    """Has every optimizer wait, before it steps, until no rank reads `slices` or computes with them.
+
+    The hook stays when the last slices are gone: it could only be removed while an optimizer goes
+    through all such hooks, which raises where another one, of the user or of `owned`, comes after it.
+    """
     if not _optimizer_hooks:
         _optimizer_hooks.append(register_optimizer_step_pre_hook(_before_step))
     _guarded.add(slices)
@@ -333,9 +337,6 @@ def _before_step(optimizer: torch.optim.Optimizer, *_: object) -> None:
     for slices in written:
         slices.await_copied()
         slices.await_released()
-    if not _guarded:
-        while _optimizer_hooks:
-            _optimizer_hooks.pop().remove()
 
 
 def _written_by(

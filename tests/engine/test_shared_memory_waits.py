@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from fsdp_core import FSDPModule, Int8Weight, SharedMemoryPolicy, fully_shard, torch_private
 from fsdp_core.comm.shared_memory import axis
@@ -101,6 +102,24 @@ def check_guarded(ctx: RankContext, way: str) -> None:
         if ctx.rank == 1:
             model.rank = 0
         assert model(torch.ones(())).item() == 0
+
+
+def test_an_optimizer_steps_after_the_last_shared_model_is_gone(gangs: Gangs) -> None:
+    """With the hook of another library, which was registered after ours."""
+    gangs(2).run(check_last_one_gone)
+
+
+def check_last_one_gone(ctx: RankContext) -> None:
+    model = sharded(ctx, COPIED)
+    train(ctx, model)
+    stepped: list[torch.optim.Optimizer] = []
+    hook = register_optimizer_step_pre_hook(lambda each, *_: stepped.append(each))
+    del model
+    gc.collect()
+    optimizer = torch.optim.SGD([nn.Parameter(torch.ones(2))], lr=0.1)
+    optimizer.step()
+    hook.remove()
+    assert stepped == [optimizer]
 
 
 @POLICIES
