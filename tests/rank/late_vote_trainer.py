@@ -9,7 +9,8 @@ from typing import Any
 
 import torch
 
-from services.worker.rank.gang.replicas import Ballot, MembersChangedError, Replicas
+from services.worker.rank.gang.replica_groups import MembersChangedError
+from services.worker.rank.gang.replicas import Ballot, Replicas
 from services.worker.rank.loop import trainer
 
 LATE_REPLICA = 1

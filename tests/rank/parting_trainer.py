@@ -11,7 +11,8 @@ from typing import Any
 import torch
 
 from services.contract.messages.rank_pipe import RankSeat
-from services.worker.rank.gang.replicas import MembersChangedError, Replicas
+from services.worker.rank.gang.replica_groups import MembersChangedError
+from services.worker.rank.gang.replicas import Replicas
 from services.worker.rank.loop import trainer
 
 GO = "go"

@@ -1,20 +1,18 @@
-"""How replicas of which one may be lost go on together: groups of an epoch, sums, votes, state.
+"""How replicas of which one may be lost go on together: epochs, sums, votes, state.
 
 A replica is a world of its own; what replicas exchange, they exchange here, on the host. Who takes part
-is a ``ReplicaSet``, which the controller decides and each rank's agent sends. The set's number, its
-epoch, is in the prefix under which groups meet: a replica that is no member has no part in them.
+is a ``ReplicaSet``, which the controller decides and each rank's agent sends; its number is its epoch.
 
 A member that dies breaks the groups for the others, at different places. Each then leaves the groups
 (``abort`` closes their connections, which frees whoever still waits), and joins those of the next set.
 """
 
-import contextlib
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
-from typing import Any, Final, Protocol, cast
+from typing import Final, Protocol
 
 import torch
 import torch.distributed as dist
@@ -27,22 +25,14 @@ from services.contract.messages.rank_pipe import (
     ReplicaSet,
 )
 from services.contract.words.states import RankPhase
+from services.worker.rank.gang.replica_groups import LASTS, EpochGroups, Group, MembersChangedError
 
 _LOOK: Final = timedelta(milliseconds=100)
-_PAUSE_S: Final = 0.005
 _MOMENT_S: Final = 1.0
 _LOSS_TOLD_WITHIN_S: Final = 5.0
 """Within this time a loss is told of; then the connections broke by themselves."""
-_MEETS_WITHIN: Final = timedelta(seconds=20)
-_AT_ONCE: Final = timedelta(milliseconds=1)
-_NO_TAG: Final = 1 << 20  # with which nothing is sent
-_LASTS: Final = timedelta(days=7)
 _NO_STATE: Final = -1
 _PART_BYTES: Final = 1 << 26
-
-
-class MembersChangedError(Exception):
-    """A member of the epoch is gone, or the controller says so: nothing more can be exchanged in it."""
 
 
 class OrderPipe(Protocol):
@@ -63,32 +53,6 @@ class PhaseWatch(Protocol):
     def enter(self, phase: RankPhase) -> None:
         """It begins ``phase``."""
         ...
-
-
-class _Group(Protocol):
-    """What is used of a gloo group that is in no world."""
-
-    def allreduce(
-        self, tensors: list[torch.Tensor], options: dist.AllreduceOptions
-    ) -> dist.Work: ...
-
-    def allgather(
-        self, outputs: list[list[torch.Tensor]], tensors: list[torch.Tensor]
-    ) -> dist.Work: ...
-
-    def broadcast(
-        self, tensors: list[torch.Tensor], options: dist.BroadcastOptions
-    ) -> dist.Work: ...
-
-    def recv(self, tensors: list[torch.Tensor], source: int, tag: int) -> dist.Work: ...
-
-    def rank(self) -> int: ...
-
-    def size(self) -> int: ...
-
-    def abort(self) -> None: ...
-
-    def _set_default_timeout(self, timeout: timedelta) -> None: ...
 
 
 class Orders:
@@ -168,8 +132,8 @@ class Replicas:
         self._has_state = not seat.returns
         self._giver: int | None = None
         self._joining: tuple[int, ...] = ()
-        self._groups: _Groups | None = None
-        self._pair: _Group | None = None
+        self._groups: EpochGroups | None = None
+        self._pair: Group | None = None
 
     @property
     def members(self) -> tuple[int, ...]:
@@ -210,7 +174,7 @@ class Replicas:
             self.leave()
             wanted = self._newer()
             try:
-                self._groups = _Groups.meet(
+                self._groups = EpochGroups.meet(
                     wanted, (self.number, self._place, self._size), self._fence, self._is_current
                 )
                 self._set = wanted
@@ -319,7 +283,7 @@ class Replicas:
         name = f"state-{giver}-{receiver}/{self._place}"
         self._pair = self._met(name, int(self.number == receiver), 2)
 
-    def _met(self, name: str, rank: int, size: int) -> "_Group":
+    def _met(self, name: str, rank: int, size: int) -> Group:
         try:
             return self._open.further(name, rank, size)
         except RuntimeError as error:
@@ -350,7 +314,7 @@ class Replicas:
             raise MembersChangedError
         options = dist.BroadcastOptions()
         options.rootRank = options.rootTensor = 0
-        options.timeout = _LASTS
+        options.timeout = LASTS
         self._wait(partial(self._pair.broadcast, [part], options))
 
     @property
@@ -360,7 +324,7 @@ class Replicas:
         return self._set
 
     @property
-    def _open(self) -> "_Groups":
+    def _open(self) -> EpochGroups:
         if self._groups is None:
             raise MembersChangedError
         return self._groups
@@ -410,84 +374,3 @@ class Replicas:
         if self._groups is not None:
             self._groups.abort()
             self._groups = None
-
-
-@dataclass(frozen=True)
-class _Groups:
-    """The groups of an epoch: of the ranks of this place, and of all ranks of all members."""
-
-    peers: _Group
-    all: _Group
-    store: Any
-    others: list[_Group] = field(default_factory=list)
-
-    @classmethod
-    def meet(
-        cls,
-        wanted: ReplicaSet,
-        own: tuple[int, int, int],
-        fence: int,
-        is_current: Callable[[ReplicaSet, float], bool],
-    ) -> "_Groups":
-        replica, place, size = own
-        members = wanted.members
-        row, count = members.index(replica), len(members)
-        try:
-            server = dist.TCPStore(  # type: ignore[attr-defined]  # PyTorch exports it implicitly
-                wanted.host, wanted.port, timeout=_MEETS_WITHIN, wait_for_workers=False
-            )
-            prefix = f"attempt-{fence}/epoch-{wanted.epoch}"
-            store = dist.PrefixStore(prefix, server)  # type: ignore[attr-defined]  # as above
-            # One that dies before it comes would be waited for until the time is up.
-            store.set(f"here/{replica}/{place}", "")
-            names = [f"here/{member}/{at}" for member in members for at in range(size)]
-            while not store.check(names):
-                if not is_current(wanted, _PAUSE_S):
-                    raise MembersChangedError
-            everyone = _gloo(f"all/{prefix}", store, row * size + place, count * size)
-            if size == 1:
-                return cls(everyone, everyone, store)
-            return cls(_gloo(f"place-{place}", store, row, count), everyone, store)
-        except (RuntimeError, dist.DistError) as error:
-            raise MembersChangedError from error
-
-    @staticmethod
-    def reduce(group: _Group, tensor: torch.Tensor, op: dist.ReduceOp.RedOpType) -> dist.Work:
-        options = dist.AllreduceOptions()
-        options.reduceOp = dist.ReduceOp(op)
-        options.timeout = _LASTS
-        return group.allreduce([tensor], options)
-
-    def further(self, name: str, rank: int, size: int) -> _Group:
-        """One more group of some of the ranks."""
-        self.others.append(_gloo(name, self.store, rank, size))
-        return self.others[-1]
-
-    def abort(self) -> None:
-        """Closes all connections: whoever waits in a collective is freed, here and elsewhere."""
-        groups = (self.all, self.peers, *self.others)
-        for group in {id(each): each for each in groups}.values():
-            _close(group)
-            group.abort()
-
-
-def _close(group: _Group) -> None:
-    """Ends what still runs in a group, also what waits for a process that is stopped or cut off.
-
-    ``abort`` alone leaves it running, and the end of the group would wait for it. When a receive runs
-    out of time, gloo closes all connections of the group.
-    """
-    for other in range(group.size()):
-        if other != group.rank():
-            # Of a connection that is closed already the error comes at once, and closes no other.
-            with contextlib.suppress(RuntimeError):
-                group.recv([torch.zeros(1)], other, _NO_TAG).wait(_AT_ONCE)
-
-
-def _gloo(name: str, store: Any, rank: int, size: int) -> _Group:  # noqa: ANN401 stores have no public type
-    # Not a group of the default world: that is the replica's own.
-    own = dist.PrefixStore(name, store)  # type: ignore[attr-defined]  # PyTorch exports it implicitly
-    group = cast("_Group", dist.ProcessGroupGloo(own, rank, size, _MEETS_WITHIN))
-    # A member may evaluate, or write its last checkpoint, for as long as that takes.
-    group._set_default_timeout(_LASTS)  # noqa: SLF001 the only way to set it later
-    return group

@@ -12,9 +12,9 @@ from services.contract.messages.rank_pipe import RankSeat
 from services.contract.words.states import RankPhase
 from services.worker.rank.checkpoints import peer_memory
 from services.worker.rank.gang.agreement import propose
+from services.worker.rank.gang.replica_groups import MembersChangedError
 from services.worker.rank.gang.replicas import (
     Ballot,
-    MembersChangedError,
     Orders,
     Replicas,
     Standing,
