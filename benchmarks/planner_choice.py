@@ -50,7 +50,7 @@ from fsdp_core.plan.model import (
 from fsdp_core.plan.model.space import LayoutSpace
 from fsdp_core.plan.profiling import profile_model
 from fsdp_core.plan.study import ModelUnderStudy
-from services.worker.rank.probe.measuring import Fellow, node_facts
+from services.worker.rank.probe.measuring import MeasuringRank, node_facts
 from tests.engine.gang import Gangs, RankContext
 from tests.plan.suite import _mesh
 
@@ -181,7 +181,9 @@ def profiled(known: Varied, conditions: Sequence[Conditions]) -> ModelProfile:
 def measured_node(ctx: RankContext) -> NodeFacts:
     """What the node's self-test finds, with these ranks at work."""
     group = GroupCollectives("host", cast("dist.ProcessGroup", dist.group.WORLD))
-    return node_facts(Fellow(ctx.rank, "cpu", ctx.device, group, group), ctx.world, ctx.world)
+    return node_facts(
+        MeasuringRank(ctx.rank, "cpu", ctx.device, group, group), ctx.world, ctx.world
+    )
 
 
 def trained(ctx: RankContext, name: str, layouts: Sequence[Layout], seconds: float) -> list[float]:

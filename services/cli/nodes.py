@@ -99,7 +99,7 @@ def _figures(found: MeasuredView) -> Details:
 
 
 def figures(facts: NodeFacts) -> Iterator[tuple[str, str]]:
-    """Names and values, of each rank while its fellows are at work."""
+    """Names and values, of each rank while the others are at work."""
     for dtype, flops in facts.matmul_flops.items():
         yield f"products in {dtype}", _rate(flops, "FLOP/s")
     yield "memory", _rate(facts.memory_bandwidth, "B/s")

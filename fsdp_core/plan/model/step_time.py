@@ -222,7 +222,7 @@ def _pass_s(node: NodeFacts, tp: int, work: StepWork) -> float:
         launched = work.operators * node.dispatch_s * (1 if tp == 1 else _SPLIT_DISPATCH)
         return max(products, launched)
     launched, seconds = _timed_s(work.timed, work.micro_batch, work.again)
-    # Larger operators gain by the threads of a rank, and lose by its fellows.
+    # Larger operators gain by the threads of a rank, and lose by the other ranks of its node.
     seconds = (seconds - launched) * work.timed.flops / node.rate("fp32") / tp
     return launched * (1 if tp == 1 else _SPLIT_DISPATCH) + seconds
 

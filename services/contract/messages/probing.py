@@ -126,7 +126,7 @@ class MeasureNode(Message):
 
 
 class NodeMeasured(Message):
-    """What an agent's self-test found, for each rank with its fellows at work.
+    """What an agent's self-test found, for each rank with the others at work.
 
     ``detail``: how it was found, for people.
     """

@@ -50,17 +50,17 @@ def ready(state: GangState, rank: RankState) -> tuple[Effect, ...]:
 
 def failed(state: GangState, rank: RankState) -> Decision:
     """A rank failed: the rest of its replica is killed, and the replica is lost once all are dead."""
-    fellows = state.replica_of(rank.rank)
+    members = state.replica_of(rank.rank)
     targets = tuple(
         number
-        for number, each in fellows.items()
+        for number, each in members.items()
         if not each.ended and not each.killed and each.failed is None
     )
     killed = {number: replace(state.ranks[number], killed=True) for number in targets}
     state = replace(state, ranks={**state.ranks, **killed})
     effects: tuple[Effect, ...] = (Kill(targets),) if targets else ()
     replica = rank.rank // (state.replica_size or 1)
-    if replica in state.lost or not all(each.ended for each in fellows.values()):
+    if replica in state.lost or not all(each.ended for each in members.values()):
         return state, effects
     return replace(state, lost=state.lost | {replica}), (*effects, TellLost(replica))
 

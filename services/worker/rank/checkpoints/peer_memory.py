@@ -42,17 +42,17 @@ def filled(
 
     Args:
         parts: Of this rank.
-        texts: Of the rank that has the same place in its replica, and then of that one's fellows.
+        texts: Of the rank that has the same place in its replica, and then of the others of that replica.
         receive: Fills bytes on the host with the next tensor of the first.
     """
-    told, *fellows = (json.loads(text) for text in texts)
+    told, *others = (json.loads(text) for text in texts)
     tensors = {}
     for name, (dtype, shape) in told["tensors"].items():
         tensor = torch.empty(shape, dtype=getattr(torch, dtype))
         receive(tensor.reshape(-1).view(torch.uint8))
         tensors[name] = tensor
     own = _Received(told["text"], tensors)
-    restore(parts, [own, *_elsewhere(own, [each["text"] for each in fellows])])
+    restore(parts, [own, *_elsewhere(own, [each["text"] for each in others])])
     if parts.data is not None:
         parts.data.restore(told["position"], told["step"])
     return int(told["step"])

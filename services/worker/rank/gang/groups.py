@@ -34,9 +34,9 @@ def mesh_axes(sizes: MeshPlan) -> dict[str, int]:
 
 @dataclass(frozen=True)
 class Gang:
-    """A rank among its fellows.
+    """A rank among those that train with it.
 
-    Where a job continues without lost replicas, the fellows are those of one replica.
+    Where a job continues without lost replicas, these are the ranks of one replica.
 
     Attributes:
         rank: This one.
@@ -132,7 +132,7 @@ def joined(seat: RankSeat, listen_fd: int | None, listener: CollectiveListener) 
 
 
 def _part(control: ControlChannel) -> None:
-    # All is committed and reported by now: a fellow that is gone already is no failure of ours.
+    # All is committed and reported by now: a rank that is gone already is no failure of ours.
     with contextlib.suppress(RuntimeError):
         control.meet()
         dist.destroy_process_group()

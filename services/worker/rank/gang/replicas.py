@@ -295,12 +295,12 @@ class Replicas:
         if self._size == 1:
             return [own]
         sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(self._size)]
-        fellows = self._met(f"fellows-{self.number}", self._place, self._size)
-        self._wait(partial(fellows.allgather, [sizes], [torch.tensor([own.numel()])]))
+        replica = self._met(f"replica-{self.number}", self._place, self._size)
+        self._wait(partial(replica.allgather, [sizes], [torch.tensor([own.numel()])]))
         longest = max(int(size) for size in sizes)
         texts = [torch.zeros(longest, dtype=torch.uint8) for _ in range(self._size)]
         padded = torch.nn.functional.pad(own, (0, longest - own.numel()))
-        self._wait(partial(fellows.allgather, [texts], [padded]))
+        self._wait(partial(replica.allgather, [texts], [padded]))
         cut = [text[: int(size)] for text, size in zip(texts, sizes, strict=True)]
         return [cut[self._place], *cut[: self._place], *cut[self._place + 1 :]]
 

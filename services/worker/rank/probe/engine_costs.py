@@ -73,7 +73,7 @@ class _Unit(nn.Module):
 def engine_costs(
     device: torch.device, group: dist.ProcessGroup | None, timer: Timer
 ) -> EngineCosts:
-    """Measures them, together with all fellows.
+    """Measures them, together with all other processes.
 
     Args:
         device: Where this process computes.

@@ -37,7 +37,7 @@ _HOST: Final = torch.device("cpu")
 
 
 @dataclass(frozen=True)
-class Fellow:
+class MeasuringRank:
     """One of the processes.
 
     Attributes:
@@ -55,48 +55,46 @@ class Fellow:
     data: GroupCollectives | None
 
 
-def node_facts(fellow: Fellow, seats: int, processes: int) -> NodeFacts:
-    """Measures, together with all fellows.
+def node_facts(this: MeasuringRank, seats: int, processes: int) -> NodeFacts:
+    """Measures, together with all other processes.
 
     Args:
-        fellow: This process.
+        this: This process.
         seats: Ranks that the node takes.
         processes: How many compute now. Where these are fewer, each rank gets as much less.
     """
     share = min(1.0, processes / seats)
-    operations = 2 * MATRIX_WIDTH[fellow.device_type] ** 3
-    seconds = {
-        word: _round_s(fellow, _product(fellow, word)) for word in _DTYPES[fellow.device_type]
-    }
-    memory = _copied_a_second(fellow)
-    exchange = _Exchange(fellow.host, _HOST)
-    exchange_s = _round_s(fellow, exchange.once)
+    operations = 2 * MATRIX_WIDTH[this.device_type] ** 3
+    seconds = {word: _round_s(this, _product(this, word)) for word in _DTYPES[this.device_type]}
+    memory = _copied_a_second(this)
+    exchange = _Exchange(this.host, _HOST)
+    exchange_s = _round_s(this, exchange.once)
     network = link = exchange.sent / exchange_s
     overlap = 0.0
-    if fellow.data is not None and fellow.device is not None:
-        if fellow.data is not fellow.host:
-            exchange = _Exchange(fellow.data, fellow.device)
-            exchange_s = _round_s(fellow, exchange.once)
+    if this.data is not None and this.device is not None:
+        if this.data is not this.host:
+            exchange = _Exchange(this.data, this.device)
+            exchange_s = _round_s(this, exchange.once)
             link = exchange.sent / exchange_s
-        overlap = _overlap(fellow, exchange, exchange_s, seconds["fp32"])
+        overlap = _overlap(this, exchange, exchange_s, seconds["fp32"])
     facts = NodeFacts(
         matmul_flops={word: share * operations / each for word, each in seconds.items()},
         memory_bandwidth=share * memory,
         link_bandwidth=link,
         network_bandwidth=network,
-        collective_latency=_round_s(fellow, exchange.smallest().once) / exchange.collectives,
+        collective_latency=_round_s(this, exchange.smallest().once) / exchange.collectives,
         ranks=seats,
         overlap=overlap,
     )
-    return _with_engine(fellow, facts, share)
+    return _with_engine(this, facts, share)
 
 
-def _with_engine(fellow: Fellow, facts: NodeFacts, share: float) -> NodeFacts:
+def _with_engine(this: MeasuringRank, facts: NodeFacts, share: float) -> NodeFacts:
     """What the engine takes, too: not of accelerators, on which it runs ahead of the device."""
-    if fellow.device_type != "cpu":
+    if this.device_type != "cpu":
         return facts
-    group = None if fellow.data is None else fellow.data.group
-    costs = engine_costs(_HOST, group, partial(_in_turns_s, fellow))
+    group = None if this.data is None else this.data.group
+    costs = engine_costs(_HOST, group, partial(_in_turns_s, this))
     return replace(
         facts,
         dispatch_s=costs.dispatch / share,
@@ -160,80 +158,82 @@ def _idle() -> None:
     """What a process does that is only there to be sent to."""
 
 
-def _product(fellow: Fellow, word: str) -> Callable[[], object]:
-    device = fellow.device
+def _product(this: MeasuringRank, word: str) -> Callable[[], object]:
+    device = this.device
     if device is None:
         return _idle
-    width = MATRIX_WIDTH[fellow.device_type]
+    width = MATRIX_WIDTH[this.device_type]
     left, right, product = (
-        torch.randn(width, width, device=device).to(_DTYPES[fellow.device_type][word])
+        torch.randn(width, width, device=device).to(_DTYPES[this.device_type][word])
         for _ in range(3)
     )
     return lambda: torch.mm(left, right, out=product)
 
 
-def _copied_a_second(fellow: Fellow) -> float:
+def _copied_a_second(this: MeasuringRank) -> float:
     """Bytes that are read or written."""
-    nbytes = _COPIED_BYTES[fellow.device_type]
+    nbytes = _COPIED_BYTES[this.device_type]
     copy: Callable[[], object] = _idle
-    if fellow.device is not None:
-        source = torch.zeros(nbytes, dtype=torch.uint8, device=fellow.device)
+    if this.device is not None:
+        source = torch.zeros(nbytes, dtype=torch.uint8, device=this.device)
         copy = partial(torch.empty_like(source).copy_, source)
-    return 2 * nbytes / _round_s(fellow, copy)
+    return 2 * nbytes / _round_s(this, copy)
 
 
-def _overlap(fellow: Fellow, exchange: _Exchange, exchange_s: float, product_s: float) -> float:
+def _overlap(
+    this: MeasuringRank, exchange: _Exchange, exchange_s: float, product_s: float
+) -> float:
     """Which part of the shorter of exchange and computation the other one hides."""
     count = max(1, round(exchange_s / exchange.collectives / product_s))
-    product = _product(fellow, "fp32")
+    product = _product(this, "fp32")
 
     def work() -> None:
         for _ in range(count):
             product()
 
     compute_s = exchange.collectives * count * product_s
-    both_s = _round_s(fellow, lambda: exchange.beside(work))
+    both_s = _round_s(this, lambda: exchange.beside(work))
     hidden = (exchange_s + compute_s - both_s) / min(exchange_s, compute_s)
     return min(1.0, max(0.0, hidden))
 
 
-def _round_s(fellow: Fellow, once: Callable[[], object]) -> float:
+def _round_s(this: MeasuringRank, once: Callable[[], object]) -> float:
     """Seconds that ``once`` takes when all do it at once, at the slowest."""
     once()
-    guess = _timed(fellow, once, 1)
+    guess = _timed(this, once, 1)
     rounds = min(_MOST_ROUNDS, max(1, int(_FIGURE_S / _TRIALS / guess)))
     # Whatever else the node does now makes it slower, never faster.
-    return min(_timed(fellow, once, rounds) for _ in range(_TRIALS))
+    return min(_timed(this, once, rounds) for _ in range(_TRIALS))
 
 
-def _in_turns_s(fellow: Fellow, calls: Sequence[Callable[[], object]]) -> list[float]:
+def _in_turns_s(this: MeasuringRank, calls: Sequence[Callable[[], object]]) -> list[float]:
     """Seconds of each: the shortest of some rounds in which each has its turn.
 
     Differences of these count, and rounds are few: whatever else the node does lengthens one or the other.
     """
-    if fellow.device is None:
+    if this.device is None:
         calls = [_idle] * len(calls)
-    guesses = [(once(), _timed(fellow, once, 1))[1] for once in calls]
+    guesses = [(once(), _timed(this, once, 1))[1] for once in calls]
     repeats = [min(_MOST_ROUNDS, max(1, int(_TURN_S / guess))) for guess in guesses]
     found: list[list[float]] = [[] for _ in calls]
     began = time.perf_counter()
-    while _slowest(fellow, time.perf_counter() - began) < _TURNS_S or len(found[0]) < _TURNS:
+    while _slowest(this, time.perf_counter() - began) < _TURNS_S or len(found[0]) < _TURNS:
         for times, once, count in zip(found, calls, repeats, strict=True):
-            times.append(_timed(fellow, once, count))
+            times.append(_timed(this, once, count))
     return [min(times) for times in found]
 
 
-def _timed(fellow: Fellow, once: Callable[[], object], rounds: int) -> float:
-    _slowest(fellow, 0.0)  # all begin together
+def _timed(this: MeasuringRank, once: Callable[[], object], rounds: int) -> float:
+    _slowest(this, 0.0)  # all begin together
     began = time.perf_counter()
     for _ in range(rounds):
         once()
-    if fellow.device is not None and fellow.device.type == "cuda":
-        torch.cuda.synchronize(fellow.device)
-    return _slowest(fellow, time.perf_counter() - began) / rounds
+    if this.device is not None and this.device.type == "cuda":
+        torch.cuda.synchronize(this.device)
+    return _slowest(this, time.perf_counter() - began) / rounds
 
 
-def _slowest(fellow: Fellow, seconds: float) -> float:
+def _slowest(this: MeasuringRank, seconds: float) -> float:
     of_all = torch.tensor(seconds, dtype=torch.float64)
-    dist.all_reduce(of_all, op=dist.ReduceOp.MAX, group=fellow.host.group)
+    dist.all_reduce(of_all, op=dist.ReduceOp.MAX, group=this.host.group)
     return float(of_all)

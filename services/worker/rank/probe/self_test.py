@@ -1,7 +1,7 @@
 """A program of the agent's: what this node's devices do in a second.
 
 As many processes as the node seats ranks work at once, each with the threads that a rank would have
-then, for a rank alone on a node is faster than one among its fellows. Each figure is that of the
+then, for a rank alone on a node is faster than one among others. Each figure is that of the
 slowest, for which the others wait in every step.
 """
 
@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 from fsdp_core.comm.collectives import GroupCollectives
 from services.contract.messages.probe_programs import SelfTestResult, SelfTestSeat
-from services.worker.rank.probe.measuring import MATRIX_WIDTH, Fellow, node_facts
+from services.worker.rank.probe.measuring import MATRIX_WIDTH, MeasuringRank, node_facts
 from services.worker.rank.process.probe_program import Question
 from services.worker.rank.process.warm import die_with_parent
 
@@ -32,10 +32,10 @@ def main(asked: Question) -> NoReturn:
     began = time.monotonic()
     processes = working_processes(seat)
     threads = max(1, seat.processors // processes)
-    fellow = _fork(seat, processes)
+    this = _fork(seat, processes)
     torch.set_num_threads(threads)
-    facts = node_facts(fellow, seat.seats, processes)
-    if fellow.rank:
+    facts = node_facts(this, seat.seats, processes)
+    if this.rank:
         os._exit(0)
     asked.reply(
         SelfTestResult(
@@ -58,7 +58,7 @@ def working_processes(seat: SelfTestSeat) -> int:
     return min(seat.seats, seat.processors, MOST_PROCESSES)
 
 
-def _fork(seat: SelfTestSeat, processes: int) -> Fellow:
+def _fork(seat: SelfTestSeat, processes: int) -> MeasuringRank:
     """Become several processes, this one the first, that have met; none has used its device yet."""
     world = max(2, processes)  # where one rank is seated, a second process is there to be sent to
     first = os.getpid()
@@ -77,7 +77,7 @@ def _fork(seat: SelfTestSeat, processes: int) -> Fellow:
             master_listen_fd=listening.detach() if rank == 0 else None,
         )
     dist.init_process_group("gloo", store=store, rank=rank, world_size=world)
-    return Fellow(rank, seat.device_type, _device(seat, rank), *_groups(seat, processes))
+    return MeasuringRank(rank, seat.device_type, _device(seat, rank), *_groups(seat, processes))
 
 
 def _device(seat: SelfTestSeat, rank: int) -> torch.device | None:
