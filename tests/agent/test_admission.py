@@ -19,7 +19,7 @@ from services.worker.agent.ranks.admission import Admission, NotAdmittedError
 from services.worker.agent.telemetry.log_tail import LogTail
 from services.worker.rank.process.seat import DEFAULT_TRAINER
 from tests.agent.conftest import PROGRAMS, Controller, StartAgent, launch
-from tests.controller.conftest import job_body, open_house
+from tests.controller.conftest import job_body, open_plane
 from tests.waiting import until
 
 SECRET = 'pa"ss/wörd & 1234\\5678'  # noqa: S105 a test's
@@ -119,7 +119,7 @@ def test_a_secret_reaches_the_rank_and_turns_up_nowhere_else(
         "factory": "secretive_model:build",
         "args": {"credential": {"secret": "HUB"}, "report": str(tmp_path / "report")},
     }
-    with open_house(redis_url, AccessPolicy()) as house:
+    with open_plane(redis_url, AccessPolicy()) as plane:
         agent = start_agent(
             MESHLOOM_TRAINER=DEFAULT_TRAINER,
             MESHLOOM_SECRETS_DIR=str(folder),
@@ -130,17 +130,17 @@ def test_a_secret_reaches_the_rank_and_turns_up_nowhere_else(
             MY_OTHER_FLAG="dropped",
             AWS_SECRET_ACCESS_KEY="dropped",  # noqa: S106 a test's
         )
-        job_id = house.submit(model=model, resources={"ranks": 1}, faults={"max_restarts": 0})
-        until(lambda: house.job(job_id)["state"] == "FAILED", timeout_s=120)
-        logs = house.get(f"/v1/jobs/{job_id}/logs")
+        job_id = plane.submit(model=model, resources={"ranks": 1}, faults={"max_restarts": 0})
+        until(lambda: plane.job(job_id)["state"] == "FAILED", timeout_s=120)
+        logs = plane.get(f"/v1/jobs/{job_id}/logs")
         answers = json.dumps(
             [
-                house.job(job_id),
-                house.get(f"/v1/jobs/{job_id}/attempts"),
-                house.get(f"/v1/jobs/{job_id}/events"),
+                plane.job(job_id),
+                plane.get(f"/v1/jobs/{job_id}/attempts"),
+                plane.get(f"/v1/jobs/{job_id}/events"),
                 logs,
-                house.get("/v1/audit"),
-                house.get("/v1/nodes"),
+                plane.get("/v1/audit"),
+                plane.get("/v1/nodes"),
             ],
             ensure_ascii=False,
         )

@@ -46,8 +46,8 @@ def anyio_backend() -> str:
 
 
 @dataclass(frozen=True)
-class House:
-    """A controller that leads: its client, and an agent on the same Redis."""
+class ControlPlane:
+    """A controller that leads, a client of it, and an agent on the same Redis."""
 
     client: TestClient
     redis: Redis
@@ -96,7 +96,7 @@ def job_body(**changes: object) -> dict[str, object]:
 
 
 @contextlib.contextmanager
-def open_house(  # noqa: PLR0913 one parameter a setting
+def open_plane(  # noqa: PLR0913 one parameter a setting
     redis_url: str,
     policy: AccessPolicy,
     *,
@@ -105,7 +105,7 @@ def open_house(  # noqa: PLR0913 one parameter a setting
     plan_wait_s: float = 20.0,
     replays: bool = True,
     most_priority: int = HIGHEST_PRIORITY,
-) -> Iterator[House]:
+) -> Iterator[ControlPlane]:
     """A controller on ``redis_url`` until the block ends; then all histories are replayed.
 
     Not those that another version decided: it said its reasons in other words.
@@ -132,7 +132,7 @@ def open_house(  # noqa: PLR0913 one parameter a setting
         client = TestClient(create_app(context, policy), base_url="http://127.0.0.1")
         client.portal = portal
         try:
-            yield House(client, redis, AgentDouble(redis))
+            yield ControlPlane(client, redis, AgentDouble(redis))
             if replays:
                 portal.call(replay_all, ports)
         finally:
@@ -157,13 +157,13 @@ async def _event() -> asyncio.Event:
 
 
 @pytest.fixture
-def house(redis_url: str) -> Iterator[House]:
-    with open_house(redis_url, AccessPolicy()) as opened:
+def plane(redis_url: str) -> Iterator[ControlPlane]:
+    with open_plane(redis_url, AccessPolicy()) as opened:
         yield opened
 
 
 @pytest.fixture
-def quiet_house(redis_url: str) -> Iterator[House]:
+def quiet_plane(redis_url: str) -> Iterator[ControlPlane]:
     """A controller that does not lead: jobs stay as they were submitted."""
-    with open_house(redis_url, AccessPolicy(), leads=False) as opened:
+    with open_plane(redis_url, AccessPolicy(), leads=False) as opened:
         yield opened

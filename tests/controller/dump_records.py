@@ -15,50 +15,50 @@ from services.contract.messages.telemetry import MetricRecord
 from services.contract.redis import redis_keys as keys
 from services.controller.api.guard import AccessPolicy
 from services.local.embedded_redis import EmbeddedRedis
-from tests.controller.conftest import House, open_house
+from tests.controller.conftest import ControlPlane, open_plane
 from tests.waiting import until
 
 _TIMED = ("ml:leader", "ml:rate:")
 
 
-def make_jobs(house: House) -> None:
+def make_jobs(plane: ControlPlane) -> None:
     """A job that succeeded after a restart, one that trains, one paused, one cancelled, one that waits."""
-    house.agent.join(slots=4)
-    done = house.submit(name="done", labels={"team": "a"})
-    first = house.agent.launches(done)
-    house.agent.trains(first, range(1, 4))
-    house.agent.writes(first, 0, "of attempt 1")
-    house.agent.saves(first, 3)
-    house.agent.ends(first, 4, exit_code=1, error="ValueError: of rank 0", traceback="Traceback")
-    second = house.agent.launches(done, fence=2)
-    house.agent.trains(second, range(4, 11))
-    house.agent.tells_metrics(second, MetricRecord(step=4, fence=2, values={"hits": 0.5}))
-    house.agent.saves(second, 10, number=4)
-    house.agent.ends(second, 10)
-    house.in_state(done, "SUCCEEDED")
+    plane.agent.join(slots=4)
+    done = plane.submit(name="done", labels={"team": "a"})
+    first = plane.agent.launches(done)
+    plane.agent.trains(first, range(1, 4))
+    plane.agent.writes(first, 0, "of attempt 1")
+    plane.agent.saves(first, 3)
+    plane.agent.ends(first, 4, exit_code=1, error="ValueError: of rank 0", traceback="Traceback")
+    second = plane.agent.launches(done, fence=2)
+    plane.agent.trains(second, range(4, 11))
+    plane.agent.tells_metrics(second, MetricRecord(step=4, fence=2, values={"hits": 0.5}))
+    plane.agent.saves(second, 10, number=4)
+    plane.agent.ends(second, 10)
+    plane.in_state(done, "SUCCEEDED")
 
-    paused = house.submit(name="paused")
-    gang = house.agent.launches(paused)
-    house.agent.trains(gang, range(1, 3))
-    house.in_state(paused, "RUNNING")
-    house.act(paused, "pause", {"checkpoint": "none"})
-    house.agent.ends(gang, 2, exit_code=0, drained=True)
-    house.in_state(paused, "PAUSED")
+    paused = plane.submit(name="paused")
+    gang = plane.agent.launches(paused)
+    plane.agent.trains(gang, range(1, 3))
+    plane.in_state(paused, "RUNNING")
+    plane.act(paused, "pause", {"checkpoint": "none"})
+    plane.agent.ends(gang, 2, exit_code=0, drained=True)
+    plane.in_state(paused, "PAUSED")
 
-    trains = house.submit(name="trains", train={"steps": 100})
-    gang = house.agent.launches(trains)
-    house.agent.trains(gang, range(1, 6))
-    house.in_state(trains, "RUNNING")
-    house.agent.saves(gang, 5)
-    house.agent.votes(gang, 6)
+    trains = plane.submit(name="trains", train={"steps": 100})
+    gang = plane.agent.launches(trains)
+    plane.agent.trains(gang, range(1, 6))
+    plane.in_state(trains, "RUNNING")
+    plane.agent.saves(gang, 5)
+    plane.agent.votes(gang, 6)
 
-    cancelled = house.submit(name="cancelled", resources={"ranks": 2})
-    gang = house.agent.launches(cancelled)
-    house.act(cancelled, "kill")
-    house.agent.ends(gang, 0, signal=9)
-    house.in_state(cancelled, "CANCELLED")
-    house.submit(name="waits", resources={"ranks": 4}, priority=3)
-    until(lambda: house.redis.llen(keys.ARRIVED_FACTS) == house.redis.xlen(keys.FACTS) == 0)
+    cancelled = plane.submit(name="cancelled", resources={"ranks": 2})
+    gang = plane.agent.launches(cancelled)
+    plane.act(cancelled, "kill")
+    plane.agent.ends(gang, 0, signal=9)
+    plane.in_state(cancelled, "CANCELLED")
+    plane.submit(name="waits", resources={"ranks": 4}, priority=3)
+    until(lambda: plane.redis.llen(keys.ARRIVED_FACTS) == plane.redis.xlen(keys.FACTS) == 0)
 
 
 def dump(redis: Redis) -> dict[str, Any]:
@@ -101,11 +101,11 @@ def main() -> None:
     with (
         tempfile.TemporaryDirectory() as folder,
         EmbeddedRedis.start(Path(folder)) as server,
-        open_house(server.url, AccessPolicy()) as house,
+        open_plane(server.url, AccessPolicy()) as plane,
     ):
-        make_jobs(house)
-        jobs = house.get("/v1/jobs?limit=200")["items"]
-        told = {"jobs": {job["id"]: job for job in jobs}, "records": dump(house.redis)}
+        make_jobs(plane)
+        jobs = plane.get("/v1/jobs?limit=200")["items"]
+        told = {"jobs": {job["id"]: job for job in jobs}, "records": dump(plane.redis)}
     Path(sys.argv[1]).write_text(json.dumps(told, indent=1, sort_keys=True) + "\n")
 
 

@@ -23,7 +23,7 @@ from services.contract.words.problems import MOST_FAULTS
 from services.controller.api.guard import AccessPolicy
 from services.controller.api.middleware import MAX_BODY_BYTES, BodyLimit
 from services.local.embedded_redis import EmbeddedRedis
-from tests.controller.conftest import job_body, open_house
+from tests.controller.conftest import job_body, open_plane
 from tests.controller.test_connections import answered
 from tests.controller.test_process import Controller, started
 from tests.waiting import until
@@ -102,8 +102,8 @@ def test_nobody_has_more_unfinished_jobs_than_the_bound_and_others_still_have_th
 def test_a_submitter_gives_no_job_a_higher_priority_than_the_controller_allows(
     redis_url: str,
 ) -> None:
-    with open_house(redis_url, AccessPolicy(BOOTSTRAP), leads=False, most_priority=10) as house:
-        client = house.client
+    with open_plane(redis_url, AccessPolicy(BOOTSTRAP), leads=False, most_priority=10) as plane:
+        client = plane.client
         operator = {"Authorization": f"Bearer {BOOTSTRAP}"}
         body = {"subject": "sue", "scope": "submitter"}
         token = client.post("/v1/tokens", json=body, headers=operator).json()["token"]

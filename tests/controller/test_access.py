@@ -17,7 +17,7 @@ from services.controller.api.guard import AccessPolicy
 from services.controller.api.scopes import READS, scope_of, unscoped
 from services.controller.domain.access.rate import Bucket, Rate, take
 from services.controller.settings import Settings
-from tests.controller.conftest import House, job_body, open_house
+from tests.controller.conftest import ControlPlane, job_body, open_plane
 
 pytestmark = pytest.mark.redis
 BOOTSTRAP = "the-operators-own"
@@ -28,22 +28,22 @@ def bearer(token: str) -> dict[str, str]:
 
 
 @pytest.fixture
-def guarded(redis_url: str) -> Iterator[House]:
+def guarded(redis_url: str) -> Iterator[ControlPlane]:
     """A controller that wants tokens; its client shows none by itself."""
-    with open_house(redis_url, AccessPolicy(token=BOOTSTRAP), leads=False) as house:
-        yield house
+    with open_plane(redis_url, AccessPolicy(token=BOOTSTRAP), leads=False) as plane:
+        yield plane
 
 
-def make(house: House, scope: str, subject: str = "alice", **more: object) -> dict[str, str]:
+def make(plane: ControlPlane, scope: str, subject: str = "alice", **more: object) -> dict[str, str]:
     """The headers of a new token."""
     body = {"subject": subject, "scope": scope, **more}
-    answer = house.client.post("/v1/tokens", json=body, headers=bearer(BOOTSTRAP))
+    answer = plane.client.post("/v1/tokens", json=body, headers=bearer(BOOTSTRAP))
     assert answer.status_code == 201, answer.text
     return bearer(answer.json()["token"])
 
 
-def trail(house: House) -> list[dict[str, object]]:
-    answer = house.client.get("/v1/audit", headers=bearer(BOOTSTRAP))
+def trail(plane: ControlPlane) -> list[dict[str, object]]:
+    answer = plane.client.get("/v1/audit", headers=bearer(BOOTSTRAP))
     assert answer.status_code == 200
     return list(answer.json()["items"])
 
@@ -90,7 +90,7 @@ def test_scopes_include_those_below_and_agents_stand_apart() -> None:
     }
 
 
-def test_each_scope_opens_its_doors_and_no_others(guarded: House) -> None:
+def test_each_scope_opens_its_doors_and_no_others(guarded: ControlPlane) -> None:
     client = guarded.client
     doors: dict[str, Callable[[dict[str, str]], Response]] = {
         "look": lambda h: client.get("/v1/jobs", headers=h),
@@ -114,7 +114,7 @@ def test_each_scope_opens_its_doors_and_no_others(guarded: House) -> None:
     }
 
 
-def test_a_job_obeys_its_owner_and_operators_alone(guarded: House) -> None:
+def test_a_job_obeys_its_owner_and_operators_alone(guarded: ControlPlane) -> None:
     client = guarded.client
     alice, bob = make(guarded, "submitter", "alice"), make(guarded, "submitter", "bob")
     viewer = make(guarded, "viewer", "alice")
@@ -133,7 +133,7 @@ def test_a_job_obeys_its_owner_and_operators_alone(guarded: House) -> None:
     assert client.post("/v1/jobs/job_nope/pause", headers=bob).status_code == 404
 
 
-def test_only_the_owner_has_a_checkpoint_kept_for_a_clone(guarded: House) -> None:
+def test_only_the_owner_has_a_checkpoint_kept_for_a_clone(guarded: ControlPlane) -> None:
     client = guarded.client
     alice, bob = make(guarded, "submitter", "alice"), make(guarded, "submitter", "bob")
     job_id = client.post("/v1/jobs", json=job_body(), headers=alice).json()["id"]
@@ -152,14 +152,14 @@ def test_only_the_owner_has_a_checkpoint_kept_for_a_clone(guarded: House) -> Non
         assert [job["id"] for job in page["items"]] == ids
 
 
-def test_an_agents_token_sees_its_own_node_alone(guarded: House) -> None:
+def test_an_agents_token_sees_its_own_node_alone(guarded: ControlPlane) -> None:
     agent = make(guarded, "agent", "loom-1")
     assert guarded.client.get("/v1/nodes/loom-1", headers=agent).status_code == 404
     for path in ("/v1/nodes/loom-2", "/v1/nodes", "/v1/jobs"):
         assert refusal(guarded.client.get(path, headers=agent)) == (403, "insufficient_scope")
 
 
-def test_events_name_who_asked(guarded: House) -> None:
+def test_events_name_who_asked(guarded: ControlPlane) -> None:
     alice = make(guarded, "submitter", "alice")
     job_id = guarded.client.post("/v1/jobs", json=job_body(), headers=alice).json()["id"]
     guarded.client.post(f"/v1/jobs/{job_id}/kill", headers=bearer(BOOTSTRAP))
@@ -171,7 +171,7 @@ def test_events_name_who_asked(guarded: House) -> None:
 # --- tokens -------------------------------------------------------------------------------------
 
 
-def test_a_token_is_shown_once_and_kept_as_a_digest(guarded: House) -> None:
+def test_a_token_is_shown_once_and_kept_as_a_digest(guarded: ControlPlane) -> None:
     headers = bearer(BOOTSTRAP)
     wanted = {"subject": "alice", "scope": "viewer", "label": "laptop"}
     made = guarded.client.post("/v1/tokens", json=wanted, headers=headers)
@@ -185,7 +185,7 @@ def test_a_token_is_shown_once_and_kept_as_a_digest(guarded: House) -> None:
     assert secret not in json.dumps(trail(guarded))
 
 
-def test_a_revoked_token_opens_nothing(guarded: House) -> None:
+def test_a_revoked_token_opens_nothing(guarded: ControlPlane) -> None:
     alice = make(guarded, "viewer")
     (listed,) = guarded.client.get("/v1/tokens", headers=bearer(BOOTSTRAP)).json()["items"]
     assert guarded.client.get("/v1/jobs", headers=alice).status_code == 200
@@ -197,7 +197,7 @@ def test_a_revoked_token_opens_nothing(guarded: House) -> None:
     assert guarded.client.delete(path, headers=bearer(BOOTSTRAP)).status_code == 404
 
 
-def test_an_expired_token_opens_nothing(guarded: House) -> None:
+def test_an_expired_token_opens_nothing(guarded: ControlPlane) -> None:
     alice = make(guarded, "viewer", expires_in_s=3600)
     assert guarded.client.get("/v1/jobs", headers=alice).status_code == 200
     ((name, text),) = guarded.redis.hgetall(keys.TOKENS).items()
@@ -212,7 +212,7 @@ def test_an_expired_token_opens_nothing(guarded: House) -> None:
     assert listed["expired"] is True
 
 
-def test_what_is_nearly_a_token_is_none(guarded: House) -> None:
+def test_what_is_nearly_a_token_is_none(guarded: ControlPlane) -> None:
     good = make(guarded, "operator")["Authorization"].removeprefix("Bearer ")
     other = make(guarded, "operator")["Authorization"].removeprefix("Bearer ")
     mixed = f"{good.rpartition('_')[0]}_{other.rpartition('_')[2]}"
@@ -224,7 +224,7 @@ def test_what_is_nearly_a_token_is_none(guarded: House) -> None:
     assert refusal(guarded.client.get("/v1/jobs", headers=basic)) == (401, "unauthorized")
 
 
-def test_of_two_tokens_none_is_taken(guarded: House) -> None:
+def test_of_two_tokens_none_is_taken(guarded: ControlPlane) -> None:
     good = make(guarded, "viewer")["Authorization"].encode()
     for other in (b"Bearer mlt_", good):
         headers = [(b"Authorization", good), (b"Authorization", other)]
@@ -243,14 +243,16 @@ def test_of_two_tokens_none_is_taken(guarded: House) -> None:
     ],
 )
 def test_a_token_that_cannot_be_is_refused(
-    guarded: House, body: dict[str, object], pointer: str
+    guarded: ControlPlane, body: dict[str, object], pointer: str
 ) -> None:
     answer = guarded.client.post("/v1/tokens", json=body, headers=bearer(BOOTSTRAP))
     assert answer.status_code == 422
     assert [fault["pointer"] for fault in answer.json()["errors"]] == [pointer]
 
 
-def test_a_token_record_that_cannot_be_read_opens_nothing_and_hides_none(guarded: House) -> None:
+def test_a_token_record_that_cannot_be_read_opens_nothing_and_hides_none(
+    guarded: ControlPlane,
+) -> None:
     alice = make(guarded, "viewer")
     guarded.redis.hset(keys.TOKENS, "tok_00000000000000000000000000", "{")
     shown = bearer("mlt_00000000000000000000000000_" + "x" * 43)
@@ -285,12 +287,12 @@ def test_a_clock_that_goes_back_fills_no_bucket() -> None:
 def test_each_token_has_its_own_rate_at_each_controller(redis_url: str) -> None:
     slow = AccessPolicy(token=BOOTSTRAP, rate=Rate(per_s=0.001, burst=3))
     with (
-        open_house(redis_url, slow, leads=False) as one,
-        open_house(redis_url, slow, leads=False) as two,
+        open_plane(redis_url, slow, leads=False) as one,
+        open_plane(redis_url, slow, leads=False) as two,
     ):
         alice, bob = make(one, "viewer", "alice"), make(one, "viewer", "bob")
-        for house in (one, two):
-            answers = [house.client.get("/v1/jobs", headers=alice) for _ in range(4)]
+        for plane in (one, two):
+            answers = [plane.client.get("/v1/jobs", headers=alice) for _ in range(4)]
             assert [answer.status_code for answer in answers] == [200, 200, 200, 429]
             assert refusal(answers[3]) == (429, "rate_limited")
             assert 990 <= int(answers[3].headers["retry-after"]) <= 1000
@@ -299,7 +301,7 @@ def test_each_token_has_its_own_rate_at_each_controller(redis_url: str) -> None:
         assert one.client.get("/healthz").status_code == 200
 
 
-def test_a_request_within_its_rate_writes_nothing_to_redis(guarded: House) -> None:
+def test_a_request_within_its_rate_writes_nothing_to_redis(guarded: ControlPlane) -> None:
     alice = make(guarded, "viewer")
     before = guarded.redis.info("commandstats")
     assert guarded.client.get("/v1/capacity", headers=alice).status_code == 200
@@ -326,45 +328,47 @@ def test_buckets_that_are_full_again_are_forgotten(monkeypatch: pytest.MonkeyPat
 # --- where requests come from -------------------------------------------------------------------
 
 
-def test_a_page_that_rebinds_its_name_to_this_machine_reads_nothing(quiet_house: House) -> None:
+def test_a_page_that_rebinds_its_name_to_this_machine_reads_nothing(
+    quiet_plane: ControlPlane,
+) -> None:
     for host in ("evil.example", "evil.example:8400", "127.0.0.1.evil.example", ""):
-        answer = quiet_house.client.get("/v1/jobs", headers={"Host": host})
+        answer = quiet_plane.client.get("/v1/jobs", headers={"Host": host})
         assert refusal(answer) == (421, "misdirected_request")
     for host in ("localhost:8400", "LOCALHOST", "[::1]:8400", "127.0.0.1"):
-        assert quiet_house.client.get("/v1/jobs", headers={"Host": host}).status_code == 200
+        assert quiet_plane.client.get("/v1/jobs", headers={"Host": host}).status_code == 200
 
 
 @pytest.mark.parametrize(
     "media_type",
     ["application/x-www-form-urlencoded", "multipart/form-data; boundary=x", "text/plain", ""],
 )
-def test_a_form_of_another_site_changes_nothing(quiet_house: House, media_type: str) -> None:
-    job_id = quiet_house.submit()
+def test_a_form_of_another_site_changes_nothing(quiet_plane: ControlPlane, media_type: str) -> None:
+    job_id = quiet_plane.submit()
     sent = {"Content-Type": media_type}
     for path, body in (("/v1/jobs", json.dumps(job_body())), (f"/v1/jobs/{job_id}/kill", "")):
-        blind = quiet_house.client.post(path, content=body, headers=sent)
+        blind = quiet_plane.client.post(path, content=body, headers=sent)
         assert refusal(blind) == (415, "unsupported_media_type")
         for mark in ({"Origin": "http://evil.example"}, {"Sec-Fetch-Site": "cross-site"}):
-            marked = quiet_house.client.post(path, content=body, headers={**sent, **mark})
+            marked = quiet_plane.client.post(path, content=body, headers={**sent, **mark})
             assert refusal(marked) == (403, "cross_origin")
-    assert quiet_house.job(job_id)["state"] == "QUEUED"
-    assert len(quiet_house.get("/v1/jobs")["items"]) == 1
+    assert quiet_plane.job(job_id)["state"] == "QUEUED"
+    assert len(quiet_plane.get("/v1/jobs")["items"]) == 1
 
 
-def test_a_body_without_a_type_is_not_taken(quiet_house: House) -> None:
-    answer = quiet_house.client.post("/v1/jobs", content=json.dumps(job_body()))
+def test_a_body_without_a_type_is_not_taken(quiet_plane: ControlPlane) -> None:
+    answer = quiet_plane.client.post("/v1/jobs", content=json.dumps(job_body()))
     assert refusal(answer) == (415, "unsupported_media_type")
 
 
 def test_further_names_can_be_allowed(redis_url: str) -> None:
     policy = AccessPolicy(token=BOOTSTRAP, names=frozenset({"meshloom.example"}))
-    with open_house(redis_url, policy, leads=False) as house:
+    with open_plane(redis_url, policy, leads=False) as plane:
         shown = bearer(BOOTSTRAP)
         for host, status in (("meshloom.example", 200), ("localhost", 200), ("evil.example", 421)):
-            answer = house.client.get("/v1/jobs", headers={**shown, "Host": host})
+            answer = plane.client.get("/v1/jobs", headers={**shown, "Host": host})
             assert answer.status_code == status, host
         for origin, status in (("https://meshloom.example", 201), ("https://evil.example", 403)):
-            answer = house.client.post(
+            answer = plane.client.post(
                 "/v1/jobs", json=job_body(), headers={**shown, "Origin": origin}
             )
             assert answer.status_code == status, origin
@@ -373,7 +377,7 @@ def test_further_names_can_be_allowed(redis_url: str) -> None:
 # --- the audit trail ----------------------------------------------------------------------------
 
 
-def test_every_change_and_every_refusal_is_in_the_trail(guarded: House) -> None:
+def test_every_change_and_every_refusal_is_in_the_trail(guarded: ControlPlane) -> None:
     client = guarded.client
     alice = make(guarded, "submitter", "alice")
     job = client.post("/v1/jobs", json=job_body(), headers={**alice, "X-Request-ID": "r-1"})
@@ -395,7 +399,7 @@ def test_every_change_and_every_refusal_is_in_the_trail(guarded: House) -> None:
     assert entries[-1][0] == "bootstrap"
 
 
-def test_the_trail_is_read_page_by_page(guarded: House) -> None:
+def test_the_trail_is_read_page_by_page(guarded: ControlPlane) -> None:
     for _ in range(5):
         make(guarded, "viewer")
     whole = [entry["id"] for entry in trail(guarded)]
@@ -421,7 +425,7 @@ def test_the_trail_is_read_page_by_page(guarded: House) -> None:
     ],
 )
 def test_who_is_refused_forever_does_not_wash_the_trail_away(
-    guarded: House, method: str, headers: dict[str, str], status: int
+    guarded: ControlPlane, method: str, headers: dict[str, str], status: int
 ) -> None:
     alice = make(guarded, "viewer")
     for _ in range(260):
@@ -436,7 +440,7 @@ def test_who_is_refused_forever_does_not_wash_the_trail_away(
 
 
 def test_the_next_entry_counts_the_refusals_that_were_left_out(
-    guarded: House, monkeypatch: pytest.MonkeyPatch
+    guarded: ControlPlane, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for _ in range(230):
         guarded.client.get("/v1/jobs")
@@ -453,15 +457,15 @@ def test_the_next_entry_counts_the_refusals_that_were_left_out(
 
 def test_entry_points_that_are_not_listed_are_refused_with_the_place(redis_url: str) -> None:
     listed = EntryPoints(("models",))
-    with open_house(redis_url, AccessPolicy(), leads=False, entry_points=listed) as house:
+    with open_plane(redis_url, AccessPolicy(), leads=False, entry_points=listed) as plane:
         good = job_body(model={"factory": "models.net:Tiny"})
-        assert house.client.post("/v1/jobs", json=good).status_code == 201
+        assert plane.client.post("/v1/jobs", json=good).status_code == 201
         bad = job_body(
             model={"factory": "os:system"},
             optimizer={"factory": "modelsx:f"},
             evaluation={"metrics": {"factory": "other:f", "args": {"token": "abc"}}},
         )
-        answer = house.client.post("/v1/jobs", json=bad)
+        answer = plane.client.post("/v1/jobs", json=bad)
         assert answer.status_code == 422
         found = {fault["pointer"]: fault["code"] for fault in answer.json()["errors"]}
         named = ("/model/factory", "/optimizer/factory", "/evaluation/metrics/factory")
@@ -483,32 +487,32 @@ def test_with_tokens_nothing_but_built_ins_is_allowed_unless_listed() -> None:
     assert not allowed(factory_prefixes="")
 
 
-def test_a_credential_in_a_spec_is_refused_and_not_echoed(quiet_house: House) -> None:
+def test_a_credential_in_a_spec_is_refused_and_not_echoed(quiet_plane: ControlPlane) -> None:
     literal = job_body(data={"factory": "stdlib_bytes", "args": {"hf_token": "hf_abcdefgh"}})
-    answer = quiet_house.client.post("/v1/jobs", json=literal)
+    answer = quiet_plane.client.post("/v1/jobs", json=literal)
     assert answer.status_code == 422
     (fault,) = answer.json()["errors"]
     assert (fault["pointer"], fault["code"]) == ("/data/args/hf_token", "credential_written_out")
     assert "MESHLOOM_SECRETS_DIR" in fault["detail"]
     assert "hf_abcdefgh" not in answer.text
     written = {"labels": {"api-key": "abcdefgh", "note": "ghp_" + "x" * 36}}
-    answer = quiet_house.client.post("/v1/jobs", json=job_body(**written))
+    answer = quiet_plane.client.post("/v1/jobs", json=job_body(**written))
     places = [fault["pointer"] for fault in answer.json()["errors"]]
     assert (answer.status_code, places) == (422, ["/labels/api-key", "/labels/note"])
-    path = f"/v1/jobs/{quiet_house.submit()}"
-    answer = quiet_house.client.patch(path, json=written, headers={"If-Match": "*"})
+    path = f"/v1/jobs/{quiet_plane.submit()}"
+    answer = quiet_plane.client.patch(path, json=written, headers={"If-Match": "*"})
     assert (answer.status_code, answer.json()["errors"][0]["pointer"]) == (422, "/labels/api-key")
     typed = {"dim": "ghp_" + "x" * 36}
-    answer = quiet_house.client.post(
+    answer = quiet_plane.client.post(
         "/v1/jobs",
         json=job_body(model={"factory": "decoder", "args": typed}, priority=typed["dim"]),
     )
     assert {each["pointer"] for each in answer.json()["errors"]} == {"/model/args/dim", "/priority"}
     assert "ghp_" not in answer.text
     named = job_body(data={"factory": "mine:load", "args": {"hf_token": {"secret": "HUB"}}})
-    assert quiet_house.client.post("/v1/jobs", json=named).status_code == 201
+    assert quiet_plane.client.post("/v1/jobs", json=named).status_code == 201
 
 
-def test_a_spec_that_is_too_large_is_refused(quiet_house: House) -> None:
-    answer = quiet_house.client.post("/v1/jobs", json=job_body(plan={"x": "y" * 70_000}))
+def test_a_spec_that_is_too_large_is_refused(quiet_plane: ControlPlane) -> None:
+    answer = quiet_plane.client.post("/v1/jobs", json=job_body(plan={"x": "y" * 70_000}))
     assert refusal(answer) == (413, "spec_too_large")

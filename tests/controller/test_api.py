@@ -11,7 +11,7 @@ from services.contract.redis import redis_keys as keys
 from services.contract.words.problems import PROBLEM_MEDIA_TYPE
 from services.controller.api.guard import AccessPolicy
 from services.controller.api.middleware import MAX_BODY_BYTES
-from tests.controller.conftest import House, job_body, open_house
+from tests.controller.conftest import ControlPlane, job_body, open_plane
 from tests.waiting import until
 
 pytestmark = pytest.mark.redis
@@ -26,7 +26,7 @@ def faults(answer: Response) -> dict[str, str]:
 # --- submitting ---------------------------------------------------------------------------------
 
 
-def test_a_bad_spec_is_refused_with_every_fault_at_once(quiet_house: House) -> None:
+def test_a_bad_spec_is_refused_with_every_fault_at_once(quiet_plane: ControlPlane) -> None:
     body = job_body(
         train={"steps": 0, "micro_batch": "some", "precision": {"params": "int4"}},
         resources={"ranks": "two"},
@@ -35,7 +35,7 @@ def test_a_bad_spec_is_refused_with_every_fault_at_once(quiet_house: House) -> N
         extra=1,
     )
     del body["model"]
-    answer = quiet_house.client.post("/v1/jobs", json=body)
+    answer = quiet_plane.client.post("/v1/jobs", json=body)
     assert answer.status_code == 422
     assert set(faults(answer)) == {
         "/model",
@@ -51,21 +51,21 @@ def test_a_bad_spec_is_refused_with_every_fault_at_once(quiet_house: House) -> N
     assert "auto" in faults(answer)["/train/micro_batch"]
 
 
-def test_faults_between_fields_point_at_the_field_to_change(quiet_house: House) -> None:
-    answer = quiet_house.client.post(
+def test_faults_between_fields_point_at_the_field_to_change(quiet_plane: ControlPlane) -> None:
+    answer = quiet_plane.client.post(
         "/v1/jobs", json=job_body(mesh={"dp_shard": 3}, train={"steps": 1, "global_batch": 3})
     )
     assert set(faults(answer)) == {"/mesh", "/train/global_batch"}
 
 
-def test_a_plan_or_mesh_that_cannot_be_is_refused(quiet_house: House) -> None:
+def test_a_plan_or_mesh_that_cannot_be_is_refused(quiet_plane: ControlPlane) -> None:
     body = job_body(model={"factory": "a.b:c"}, mesh={"tp": 2}, plan={"unit": []})
-    answer = quiet_house.client.post("/v1/jobs", json=body)
+    answer = quiet_plane.client.post("/v1/jobs", json=body)
     assert answer.status_code == 422
     assert set(faults(answer)) == {"/plan/tensor_parallel", "/plan/unit"}
 
 
-def test_words_that_mean_nothing_in_this_version_are_refused(quiet_house: House) -> None:
+def test_words_that_mean_nothing_in_this_version_are_refused(quiet_plane: ControlPlane) -> None:
     body = job_body(
         model={"factory": "decodr"},
         data={"factory": "bytes"},
@@ -73,7 +73,7 @@ def test_words_that_mean_nothing_in_this_version_are_refused(quiet_house: House)
         schedule={"factory": "lion"},
         plan={"mesh": {"dp_shard": 2, "colour": 1}},
     )
-    answer = quiet_house.client.post("/v1/jobs", json=body)
+    answer = quiet_plane.client.post("/v1/jobs", json=body)
     assert answer.status_code == 422
     codes = {fault["pointer"]: fault["code"] for fault in answer.json()["errors"]}
     assert codes.pop("/plan/mesh/colour") == "extra_forbidden"
@@ -86,52 +86,54 @@ def test_words_that_mean_nothing_in_this_version_are_refused(quiet_house: House)
     assert set(codes.values()) == {"not_supported_yet"}
     assert "choose one of adamw, muon, sgd" in faults(answer)["/optimizer/factory"]
     own = job_body(model={"factory": "a.b:c"}, plan={"mesh": {"dp_shard": 2}})
-    assert quiet_house.client.post("/v1/jobs", json=own).status_code == 201
+    assert quiet_plane.client.post("/v1/jobs", json=own).status_code == 201
 
 
-def test_a_job_that_no_known_node_can_ever_take_is_refused_with_the_reason(house: House) -> None:
+def test_a_job_that_no_known_node_can_ever_take_is_refused_with_the_reason(
+    plane: ControlPlane,
+) -> None:
     body = job_body(resources={"ranks": 8}, plan={"unit": []})
-    waits = house.client.post("/v1/jobs", json=job_body(resources={"ranks": 8}))
+    waits = plane.client.post("/v1/jobs", json=job_body(resources={"ranks": 8}))
     assert waits.status_code == 201
     assert waits.json()["reason"] == "no node has joined yet"
-    house.agent.join()
-    until(lambda: house.get("/v1/nodes")["items"])
-    answer = house.client.post("/v1/jobs", json=body)
+    plane.agent.join()
+    until(lambda: plane.get("/v1/nodes")["items"])
+    answer = plane.client.post("/v1/jobs", json=body)
     assert answer.status_code == 422
     assert "all known nodes together have 4" in faults(answer)["/resources"]
     assert "/plan/unit" in faults(answer)
 
 
-def test_the_same_key_and_body_get_the_same_answer(house: House) -> None:
+def test_the_same_key_and_body_get_the_same_answer(plane: ControlPlane) -> None:
     headers = {"Idempotency-Key": "k-1"}
-    first = house.client.post("/v1/jobs", json=job_body(), headers=headers)
-    house.act(first.json()["id"], "cancel")
-    again = house.client.post("/v1/jobs", json=job_body(), headers=headers)
+    first = plane.client.post("/v1/jobs", json=job_body(), headers=headers)
+    plane.act(first.json()["id"], "cancel")
+    again = plane.client.post("/v1/jobs", json=job_body(), headers=headers)
     assert (again.status_code, again.content) == (201, first.content)
     assert again.headers["etag"] == first.headers["etag"]
     assert again.headers["location"] == f"/v1/jobs/{first.json()['id']}"
-    other = house.client.post("/v1/jobs", json=job_body(priority=1), headers=headers)
+    other = plane.client.post("/v1/jobs", json=job_body(priority=1), headers=headers)
     assert (other.status_code, other.json()["code"]) == (422, "idempotency_key_reused")
-    empty = house.client.post("/v1/jobs", json=job_body(), headers={"Idempotency-Key": ""})
+    empty = plane.client.post("/v1/jobs", json=job_body(), headers={"Idempotency-Key": ""})
     assert empty.status_code == 422
 
 
-def test_a_dry_run_shows_the_plan_and_keeps_nothing(house: House) -> None:
-    house.agent.join()
-    until(lambda: house.get("/v1/nodes")["items"])
-    answer = house.client.post("/v1/jobs", params={"dry_run": True}, json=job_body())
+def test_a_dry_run_shows_the_plan_and_keeps_nothing(plane: ControlPlane) -> None:
+    plane.agent.join()
+    until(lambda: plane.get("/v1/nodes")["items"])
+    answer = plane.client.post("/v1/jobs", params={"dry_run": True}, json=job_body())
     assert answer.status_code == 200
     plan = answer.json()["plan"]
     assert [seat["node_id"] for seat in plan["ranks"]] == ["loom-1", "loom-1"]
     assert plan["sharding"]["units"][0]["modules"] == ["blocks.*"]
-    assert house.get("/v1/jobs")["items"] == []
+    assert plane.get("/v1/jobs")["items"] == []
 
 
 # --- errors -------------------------------------------------------------------------------------
 
 
-def test_every_error_is_a_problem_with_the_requests_id(quiet_house: House) -> None:
-    client = quiet_house.client
+def test_every_error_is_a_problem_with_the_requests_id(quiet_plane: ControlPlane) -> None:
+    client = quiet_plane.client
     large = "x" * (MAX_BODY_BYTES + 1)
     json_type = {"Content-Type": "application/json"}
     answers = {
@@ -160,8 +162,8 @@ def test_every_error_is_a_problem_with_the_requests_id(quiet_house: House) -> No
     assert answers["method_not_allowed"].headers["allow"] == "GET, POST"
 
 
-def test_a_body_that_is_announced_too_large_is_not_read(quiet_house: House) -> None:
-    answer = quiet_house.client.post(
+def test_a_body_that_is_announced_too_large_is_not_read(quiet_plane: ControlPlane) -> None:
+    answer = quiet_plane.client.post(
         "/v1/jobs",
         content=b"{}",
         headers={
@@ -186,109 +188,115 @@ def test_a_body_that_is_announced_too_large_is_not_read(quiet_house: House) -> N
         "\x00",
     ],
 )
-def test_odd_bodies_are_the_clients_fault(quiet_house: House, body: str) -> None:
+def test_odd_bodies_are_the_clients_fault(quiet_plane: ControlPlane, body: str) -> None:
     headers = {"Content-Type": "application/json"}
-    answer = quiet_house.client.post("/v1/jobs", content=body, headers=headers)
+    answer = quiet_plane.client.post("/v1/jobs", content=body, headers=headers)
     assert answer.status_code in {400, 422}, answer.text
     assert answer.headers["content-type"] == PROBLEM_MEDIA_TYPE
 
 
 @pytest.mark.parametrize("value", ['"\\ud800"', "NaN", "Infinity", "1e999"])
-def test_odd_values_of_arguments_are_the_clients_fault(quiet_house: House, value: str) -> None:
+def test_odd_values_of_arguments_are_the_clients_fault(
+    quiet_plane: ControlPlane, value: str
+) -> None:
     model = f'{{"factory": "decoder", "args": {{"x": {value}}}}}'
     body = f'{{"model": {model}, "data": {{"factory": "bytes"}}, "train": {{"steps": 1}}}}'
     headers = {"Content-Type": "application/json"}
-    answer = quiet_house.client.post("/v1/jobs", content=body, headers=headers)
+    answer = quiet_plane.client.post("/v1/jobs", content=body, headers=headers)
     assert answer.status_code in {400, 422}, answer.text
 
 
-def test_a_spec_that_could_not_be_read_back_is_refused(quiet_house: House) -> None:
+def test_a_spec_that_could_not_be_read_back_is_refused(quiet_plane: ControlPlane) -> None:
     deep: dict[str, object] = {}
     for _ in range(198):
         deep = {"a": deep}
     model = {"factory": "decoder", "args": deep}
-    answer = quiet_house.client.post("/v1/jobs", json=job_body(model=model, plan=deep))
+    answer = quiet_plane.client.post("/v1/jobs", json=job_body(model=model, plan=deep))
     assert answer.status_code == 422
     assert set(faults(answer)) == {"/model/args/a", "/plan/a"}
-    large = quiet_house.client.post("/v1/jobs", json=job_body(plan={"x": "y" * 70_000}))
+    large = quiet_plane.client.post("/v1/jobs", json=job_body(plan={"x": "y" * 70_000}))
     assert list(faults(large)) == [""]
 
 
-def test_one_unreadable_record_hides_no_other_and_can_be_deleted(house: House) -> None:
-    broken, sound = house.submit(), house.submit()
-    house.redis.hset(keys.job(broken), "doc", "[" * 500)
-    assert [job["id"] for job in house.get("/v1/jobs")["items"]] == [sound]
-    house.agent.join()
-    house.agent.launches(sound)  # the reconciler goes on
-    assert house.get("/v1/nodes")["items"]
-    assert house.client.get("/metrics").status_code == 200
+def test_one_unreadable_record_hides_no_other_and_can_be_deleted(plane: ControlPlane) -> None:
+    broken, sound = plane.submit(), plane.submit()
+    plane.redis.hset(keys.job(broken), "doc", "[" * 500)
+    assert [job["id"] for job in plane.get("/v1/jobs")["items"]] == [sound]
+    plane.agent.join()
+    plane.agent.launches(sound)  # the reconciler goes on
+    assert plane.get("/v1/nodes")["items"]
+    assert plane.client.get("/metrics").status_code == 200
     for answer in (
-        house.client.get(f"/v1/jobs/{broken}"),
-        house.client.post(f"/v1/jobs/{broken}/cancel"),
+        plane.client.get(f"/v1/jobs/{broken}"),
+        plane.client.post(f"/v1/jobs/{broken}/cancel"),
     ):
         assert (answer.status_code, answer.json()["code"]) == (409, "record_unreadable")
-    assert house.client.delete(f"/v1/jobs/{broken}").status_code == 204
-    assert house.client.get(f"/v1/jobs/{broken}").status_code == 404
+    assert plane.client.delete(f"/v1/jobs/{broken}").status_code == 204
+    assert plane.client.get(f"/v1/jobs/{broken}").status_code == 404
 
 
-def test_a_request_id_is_echoed_if_it_is_one_and_stands_in_the_events(quiet_house: House) -> None:
-    client = quiet_house.client
+def test_a_request_id_is_echoed_if_it_is_one_and_stands_in_the_events(
+    quiet_plane: ControlPlane,
+) -> None:
+    client = quiet_plane.client
     answer = client.post("/v1/jobs", json=job_body(), headers={"X-Request-ID": "mine-7"})
     assert answer.headers["x-request-id"] == "mine-7"
-    (event,) = quiet_house.get(f"/v1/jobs/{answer.json()['id']}/events")["items"]
+    (event,) = quiet_plane.get(f"/v1/jobs/{answer.json()['id']}/events")["items"]
     assert (event["kind"], event["actor"], event["request_id"]) == ("job.queued", "local", "mine-7")
     odd = client.get("/version", headers={"X-Request-ID": "a b"})
     assert re.fullmatch(r"[0-9a-f]{16}", odd.headers["x-request-id"])
 
 
 @pytest.mark.parametrize("method", ["GET", "DELETE", "POST"])
-def test_an_empty_id_names_nothing(quiet_house: House, method: str) -> None:
-    answer = quiet_house.client.request(method, "/v1/jobs/", follow_redirects=False)
+def test_an_empty_id_names_nothing(quiet_plane: ControlPlane, method: str) -> None:
+    answer = quiet_plane.client.request(method, "/v1/jobs/", follow_redirects=False)
     assert (answer.status_code, answer.json()["code"]) == (404, "not_found")
 
 
 @pytest.mark.parametrize("cursor", ["\u0663-\u0663", "1-1\n", "9" * 20 + "-1"])
 @pytest.mark.parametrize("log", ["events", "logs"])
 def test_a_cursor_of_other_digits_is_none_of_ours(
-    quiet_house: House, log: str, cursor: str
+    quiet_plane: ControlPlane, log: str, cursor: str
 ) -> None:
-    job_id = quiet_house.submit()
-    answer = quiet_house.client.get(f"/v1/jobs/{job_id}/{log}", params={"cursor": cursor})
+    job_id = quiet_plane.submit()
+    answer = quiet_plane.client.get(f"/v1/jobs/{job_id}/{log}", params={"cursor": cursor})
     assert answer.status_code == 422
     assert answer.json()["errors"][0]["code"] == "invalid_cursor"
 
 
 @pytest.mark.parametrize("place", ["\u0663 job_x", "9" * 400 + " job_x", "-1 job_x", "1 [x"])
-def test_a_place_that_no_list_has_is_none_of_ours(quiet_house: House, place: str) -> None:
+def test_a_place_that_no_list_has_is_none_of_ours(quiet_plane: ControlPlane, place: str) -> None:
     cursor = base64.urlsafe_b64encode(place.encode()).decode()
-    answer = quiet_house.client.get("/v1/jobs", params={"cursor": cursor})
+    answer = quiet_plane.client.get("/v1/jobs", params={"cursor": cursor})
     assert answer.status_code == 422
 
 
-def test_a_number_beyond_all_bounds_is_the_clients_fault(quiet_house: House) -> None:
+def test_a_number_beyond_all_bounds_is_the_clients_fault(quiet_plane: ControlPlane) -> None:
     train = {"steps": 1, "global_batch": 10**400 + 1}
-    answer = quiet_house.client.post("/v1/jobs", json=job_body(train=train))
+    answer = quiet_plane.client.post("/v1/jobs", json=job_body(train=train))
     assert set(faults(answer)) == {"/train/global_batch"}
 
 
 # --- changing -----------------------------------------------------------------------------------
 
 
-def test_requests_are_accepted_again_and_refused_in_the_wrong_state(quiet_house: House) -> None:
-    job_id = quiet_house.submit()
-    assert quiet_house.act(job_id, "pause")["state"] == "PAUSED"
-    assert quiet_house.act(job_id, "pause", {"grace_s": 1})["state"] == "PAUSED"
-    assert quiet_house.act(job_id, "resume")["state"] == "QUEUED"
-    assert quiet_house.act(job_id, "resume", {})["state"] == "QUEUED"
-    client = quiet_house.client
+def test_requests_are_accepted_again_and_refused_in_the_wrong_state(
+    quiet_plane: ControlPlane,
+) -> None:
+    job_id = quiet_plane.submit()
+    assert quiet_plane.act(job_id, "pause")["state"] == "PAUSED"
+    assert quiet_plane.act(job_id, "pause", {"grace_s": 1})["state"] == "PAUSED"
+    assert quiet_plane.act(job_id, "resume")["state"] == "QUEUED"
+    assert quiet_plane.act(job_id, "resume", {})["state"] == "QUEUED"
+    client = quiet_plane.client
     assert client.post(f"/v1/jobs/{job_id}/checkpoints").status_code == 409
     assert client.delete(f"/v1/jobs/{job_id}").status_code == 409
     bad = client.post(f"/v1/jobs/{job_id}/cancel", json={"grace": 1, "checkpoint": "maybe"})
     assert set(faults(bad)) == {"/grace", "/checkpoint"}
     named = client.post(f"/v1/jobs/{job_id}/resume", json={"from_checkpoint": "latest"})
     assert set(faults(named)) == {"/from_checkpoint"}
-    assert quiet_house.act(job_id, "kill")["state"] == "CANCELLED"
-    assert quiet_house.act(job_id, "kill")["state"] == "CANCELLED"
+    assert quiet_plane.act(job_id, "kill")["state"] == "CANCELLED"
+    assert quiet_plane.act(job_id, "kill")["state"] == "CANCELLED"
     assert client.post(f"/v1/jobs/{job_id}/pause").status_code == 409
     assert client.delete(f"/v1/jobs/{job_id}").status_code == 204
     assert client.get(f"/v1/jobs/{job_id}").status_code == 404
@@ -299,23 +307,23 @@ def test_requests_are_accepted_again_and_refused_in_the_wrong_state(quiet_house:
 
 
 def test_without_the_token_only_the_open_doors_open(redis_url: str) -> None:
-    with open_house(redis_url, AccessPolicy(token="s3cret"), leads=False) as house:  # noqa: S106 a test's
+    with open_plane(redis_url, AccessPolicy(token="s3cret"), leads=False) as plane:  # noqa: S106 a test's
         for path in ("/healthz", "/readyz", "/metrics", "/version", "/"):
-            assert house.client.get(path).status_code == 200, path
+            assert plane.client.get(path).status_code == 200, path
         for shown in ({}, {"Authorization": "Bearer no"}, {"Authorization": "s3cret"}):
-            answer = house.client.get("/v1/jobs", headers=shown)
+            answer = plane.client.get("/v1/jobs", headers=shown)
             assert answer.status_code == 401
             assert answer.headers["www-authenticate"].startswith("Bearer")
             assert answer.json()["code"] == "unauthorized"
         good = {"Authorization": "Bearer s3cret"}
-        assert house.client.get("/v1/jobs", headers=good).status_code == 200
+        assert plane.client.get("/v1/jobs", headers=good).status_code == 200
         named = {**good, "Host": "meshloom.example"}
-        assert house.client.get("/v1/jobs", headers=named).status_code == 200
+        assert plane.client.get("/v1/jobs", headers=named).status_code == 200
 
 
-def test_pages_of_other_origins_change_nothing(quiet_house: House) -> None:
-    job_id = quiet_house.submit()
-    client = quiet_house.client
+def test_pages_of_other_origins_change_nothing(quiet_plane: ControlPlane) -> None:
+    job_id = quiet_plane.submit()
+    client = quiet_plane.client
     evil = {"Origin": "https://evil.example"}
     answer = client.post(f"/v1/jobs/{job_id}/kill", headers=evil)
     assert (answer.status_code, answer.json()["code"]) == (403, "cross_origin")
@@ -325,8 +333,8 @@ def test_pages_of_other_origins_change_nothing(quiet_house: House) -> None:
     assert client.post(f"/v1/jobs/{job_id}/kill", headers=own).status_code == 202
 
 
-def test_names_that_are_none_are_refused(quiet_house: House) -> None:
-    client = quiet_house.client
+def test_names_that_are_none_are_refused(quiet_plane: ControlPlane) -> None:
+    client = quiet_plane.client
     assert client.get("/v1/jobs", headers={"Host": "["}).status_code == 421
     answer = client.post("/v1/jobs", json=job_body(), headers={"Origin": "http://["})
     assert (answer.status_code, answer.json()["code"]) == (403, "cross_origin")
@@ -335,37 +343,37 @@ def test_names_that_are_none_are_refused(quiet_house: House) -> None:
 # --- the system's own ---------------------------------------------------------------------------
 
 
-def test_prometheus_finds_jobs_ranks_and_requests(house: House) -> None:
-    house.agent.join()
-    job_id = house.submit()
-    house.agent.launches(job_id)
-    house.in_state(job_id, "STARTING")
-    text = house.client.get("/metrics").text
+def test_prometheus_finds_jobs_ranks_and_requests(plane: ControlPlane) -> None:
+    plane.agent.join()
+    job_id = plane.submit()
+    plane.agent.launches(job_id)
+    plane.in_state(job_id, "STARTING")
+    text = plane.client.get("/metrics").text
     assert 'meshloom_jobs{state="STARTING"} 1.0' in text
     assert 'meshloom_ranks{device="cpu"} 2.0' in text
     assert 'route="/v1/jobs/{job_id}",status="200"' in text
     assert job_id not in text
 
 
-def test_the_dashboard_is_served_under_a_strict_policy(quiet_house: House) -> None:
-    answer = quiet_house.client.get("/")
+def test_the_dashboard_is_served_under_a_strict_policy(quiet_plane: ControlPlane) -> None:
+    answer = quiet_plane.client.get("/")
     assert answer.status_code == 200
     assert answer.headers["content-type"].startswith("text/html")
     assert "default-src 'none'" in answer.headers["content-security-policy"]
-    missing = quiet_house.client.get("/assets/nothing.js")
+    missing = quiet_plane.client.get("/assets/nothing.js")
     assert missing.status_code == 404
     assert missing.headers["content-type"] == PROBLEM_MEDIA_TYPE
 
 
-def test_a_job_that_never_ran_has_no_attempts(quiet_house: House) -> None:
-    assert quiet_house.get(f"/v1/jobs/{quiet_house.submit()}/attempts")["items"] == []
+def test_a_job_that_never_ran_has_no_attempts(quiet_plane: ControlPlane) -> None:
+    assert quiet_plane.get(f"/v1/jobs/{quiet_plane.submit()}/attempts")["items"] == []
 
 
-def test_a_method_that_is_not_taken_makes_no_document(quiet_house: House) -> None:
+def test_a_method_that_is_not_taken_makes_no_document(quiet_plane: ControlPlane) -> None:
     """It takes half a second, and who asks may be a stranger."""
-    refused = quiet_house.client.post("/healthz", json={})
+    refused = quiet_plane.client.post("/healthz", json={})
     assert (refused.status_code, refused.headers["allow"]) == (405, "GET")
-    refused = quiet_house.client.put("/v1/jobs", json={})
+    refused = quiet_plane.client.put("/v1/jobs", json={})
     assert (refused.status_code, refused.headers["allow"]) == (405, "GET, POST")
-    app: Any = quiet_house.client.app
+    app: Any = quiet_plane.client.app
     assert app.openapi_schema is None

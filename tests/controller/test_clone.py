@@ -24,7 +24,7 @@ from services.controller.domain.job.job import Origin
 from services.controller.ports.jobs import Actor, Claim, Stored
 from services.controller.use_cases.clone import Cloning, clone
 from services.controller.use_cases.jobs import change_course, delete_job
-from tests.controller.conftest import House
+from tests.controller.conftest import ControlPlane
 from tests.controller.histories import (
     NOW,
     commands,
@@ -42,56 +42,58 @@ from tests.waiting import until
 pytestmark = pytest.mark.redis
 
 
-def trained(house: House, **changes: object) -> tuple[str, str]:
+def trained(plane: ControlPlane, **changes: object) -> tuple[str, str]:
     """A job that has ended, and its one checkpoint."""
-    house.agent.join()
-    job_id = house.submit(**changes)
-    gang = house.agent.launches(job_id)
-    house.agent.trains(gang, range(1, 11))
-    name = house.agent.saves(gang, 10)
-    house.agent.ends(gang, 10)
-    house.in_state(job_id, "SUCCEEDED")
+    plane.agent.join()
+    job_id = plane.submit(**changes)
+    gang = plane.agent.launches(job_id)
+    plane.agent.trains(gang, range(1, 11))
+    name = plane.agent.saves(gang, 10)
+    plane.agent.ends(gang, 10)
+    plane.in_state(job_id, "SUCCEEDED")
     return job_id, name
 
 
-def test_a_clone_begins_with_the_named_checkpoint_and_its_overrides(house: House) -> None:
-    source, name = trained(house, labels={"team": "demo"})
+def test_a_clone_begins_with_the_named_checkpoint_and_its_overrides(plane: ControlPlane) -> None:
+    source, name = trained(plane, labels={"team": "demo"})
     path = f"/v1/jobs/{source}/clone"
     body = {
         "overrides": {"train": {"steps": 20}, "labels": {"team": None}, "name": "more"},
         "from_checkpoint": "latest",
     }
-    answer = house.client.post(path, json=body, headers={"Idempotency-Key": "once"})
+    answer = plane.client.post(path, json=body, headers={"Idempotency-Key": "once"})
     assert answer.status_code == 202, answer.text
     clone = answer.json()
     assert answer.headers["location"] == f"/v1/jobs/{clone['id']}"
     assert (clone["spec"]["train"]["steps"], clone["labels"], clone["name"]) == (20, {}, "more")
     assert clone["cloned_from"] == {"job_id": source, "checkpoint_id": name, "step": 10}
-    again = house.client.post(path, json=body, headers={"Idempotency-Key": "once"})
+    again = plane.client.post(path, json=body, headers={"Idempotency-Key": "once"})
     assert again.json()["id"] == clone["id"]
-    other = house.client.post(path, json={}, headers={"Idempotency-Key": "once"})
+    other = plane.client.post(path, json={}, headers={"Idempotency-Key": "once"})
     assert other.json()["code"] == "idempotency_key_reused"
-    gang = house.agent.launches(clone["id"])
+    gang = plane.agent.launches(clone["id"])
     assert gang.resume_from == name
-    assert house.job(clone["id"])["progress"]["step"] == 10
-    held = house.get(f"/v1/jobs/{source}/events")["items"][-1]
+    assert plane.job(clone["id"])["progress"]["step"] == 10
+    held = plane.get(f"/v1/jobs/{source}/events")["items"][-1]
     assert (held["kind"], held["data"]["holder"]) == ("checkpoint.held", clone["id"])
-    house.agent.trains(gang, range(11, 16))
-    house.agent.saves(gang, 15)
-    until(lambda: _last_kind(house, source) == "checkpoint.released", every_s=0.01)
-    house.agent.ends(gang, 15, signal=9, error="ended by SIGKILL")
-    assert house.agent.launches(clone["id"], 2).resume_from != name
+    plane.agent.trains(gang, range(11, 16))
+    plane.agent.saves(gang, 15)
+    until(lambda: _last_kind(plane, source) == "checkpoint.released", every_s=0.01)
+    plane.agent.ends(gang, 15, signal=9, error="ended by SIGKILL")
+    assert plane.agent.launches(clone["id"], 2).resume_from != name
 
 
-def test_a_clone_without_a_checkpoint_starts_over(house: House) -> None:
-    source, _ = trained(house)
-    clone = house.act(source, "clone")
+def test_a_clone_without_a_checkpoint_starts_over(plane: ControlPlane) -> None:
+    source, _ = trained(plane)
+    clone = plane.act(source, "clone")
     assert clone["cloned_from"] == {"job_id": source, "checkpoint_id": None, "step": 0}
-    assert house.agent.launches(clone["id"]).resume_from is None
+    assert plane.agent.launches(clone["id"]).resume_from is None
 
 
-def test_a_clone_that_cannot_be_is_refused_with_pointers_and_holds_nothing(house: House) -> None:
-    source, _ = trained(house)
+def test_a_clone_that_cannot_be_is_refused_with_pointers_and_holds_nothing(
+    plane: ControlPlane,
+) -> None:
+    source, _ = trained(plane)
     path = f"/v1/jobs/{source}/clone"
     foreign = "ckpt_" + "0" * 26 + "-s000000001-a0001"
     for body, pointer in (
@@ -101,27 +103,27 @@ def test_a_clone_that_cannot_be_is_refused_with_pointers_and_holds_nothing(house
         ({"from_checkpoint": "latest"}, "/overrides/train/steps"),
         ({"from_checkpoint": foreign}, "/from_checkpoint"),
     ):
-        refused = house.client.post(path, json=body)
+        refused = plane.client.post(path, json=body)
         assert refused.status_code == 422, refused.text
         assert [fault["pointer"] for fault in refused.json()["errors"]] == [pointer]
-    assert _last_kind(house, source) == "job.succeeded"
-    dry = house.client.post(f"{path}?dry_run=true", json={})
+    assert _last_kind(plane, source) == "job.succeeded"
+    dry = plane.client.post(f"{path}?dry_run=true", json={})
     assert (dry.status_code, dry.json()["state"]) == (200, "QUEUED")
-    assert len(house.get("/v1/jobs")["items"]) == 1
+    assert len(plane.get("/v1/jobs")["items"]) == 1
 
 
-def test_a_deleted_clone_gives_its_checkpoint_back(house: House) -> None:
-    source, _ = trained(house)
+def test_a_deleted_clone_gives_its_checkpoint_back(plane: ControlPlane) -> None:
+    source, _ = trained(plane)
     body = {"overrides": {"train": {"steps": 20}}, "from_checkpoint": "latest"}
-    clone = house.act(source, "clone", body)
-    gang = house.agent.launches(clone["id"])
-    house.act(clone["id"], "kill")
-    house.agent.ends(gang, 10, signal=9)
-    house.in_state(clone["id"], "CANCELLED")
-    assert _last_kind(house, source) == "checkpoint.held"
-    assert house.client.delete(f"/v1/jobs/{clone['id']}").status_code == 204
-    assert _last_kind(house, source) == "checkpoint.released"
-    assert house.redis.exists(keys.job(clone["id"])) == 0
+    clone = plane.act(source, "clone", body)
+    gang = plane.agent.launches(clone["id"])
+    plane.act(clone["id"], "kill")
+    plane.agent.ends(gang, 10, signal=9)
+    plane.in_state(clone["id"], "CANCELLED")
+    assert _last_kind(plane, source) == "checkpoint.held"
+    assert plane.client.delete(f"/v1/jobs/{clone['id']}").status_code == 204
+    assert _last_kind(plane, source) == "checkpoint.released"
+    assert plane.redis.exists(keys.job(clone["id"])) == 0
 
 
 def test_retention_keeps_what_a_clone_begins_with() -> None:
@@ -215,21 +217,21 @@ async def test_a_clone_whose_deletion_is_refused_keeps_its_checkpoint() -> None:
     assert server.jobs[source.id].job.holds == {}
 
 
-def test_a_clone_whose_record_cannot_be_read_gives_its_checkpoint_back(house: House) -> None:
-    source, _ = trained(house)
+def test_a_clone_whose_record_cannot_be_read_gives_its_checkpoint_back(plane: ControlPlane) -> None:
+    source, _ = trained(plane)
     body = {"overrides": {"train": {"steps": 20}}, "from_checkpoint": "latest"}
-    clone_id = house.act(source, "clone", body)["id"]
-    gang = house.agent.launches(clone_id)
-    house.act(clone_id, "kill")
-    house.agent.ends(gang, 10, signal=9)
-    house.in_state(clone_id, "CANCELLED")  # nothing writes its record any more
-    house.redis.hset(keys.job(clone_id), "doc", "[" * 500)
-    unread = house.client.get(f"/v1/jobs/{clone_id}")
+    clone_id = plane.act(source, "clone", body)["id"]
+    gang = plane.agent.launches(clone_id)
+    plane.act(clone_id, "kill")
+    plane.agent.ends(gang, 10, signal=9)
+    plane.in_state(clone_id, "CANCELLED")  # nothing writes its record any more
+    plane.redis.hset(keys.job(clone_id), "doc", "[" * 500)
+    unread = plane.client.get(f"/v1/jobs/{clone_id}")
     assert (unread.status_code, unread.json()["code"]) == (409, "record_unreadable")
-    assert _last_kind(house, source) == "checkpoint.held"
-    assert house.client.delete(f"/v1/jobs/{clone_id}").status_code == 204
-    assert _last_kind(house, source) == "checkpoint.released"
+    assert _last_kind(plane, source) == "checkpoint.held"
+    assert plane.client.delete(f"/v1/jobs/{clone_id}").status_code == 204
+    assert _last_kind(plane, source) == "checkpoint.released"
 
 
-def _last_kind(house: House, job_id: str) -> str:
-    return str(house.get(f"/v1/jobs/{job_id}/events")["items"][-1]["kind"])
+def _last_kind(plane: ControlPlane, job_id: str) -> str:
+    return str(plane.get(f"/v1/jobs/{job_id}/events")["items"][-1]["kind"])

@@ -23,7 +23,7 @@ from services.controller.use_cases.code import forget_unused
 from services.local.embedded_redis import EmbeddedRedis
 from tests.agent.test_probes import question
 from tests.contract.test_code_archives import HOSTILE
-from tests.controller.conftest import House, job_body, open_house
+from tests.controller.conftest import ControlPlane, job_body, open_plane
 from tests.controller.test_process import Controller, started
 from tests.waiting import until
 
@@ -35,24 +35,24 @@ SHOWN = {"Authorization": f"Bearer {TOKEN}"}
 GZIP = {"Content-Type": "application/gzip"}
 
 
-def put(house: House, body: bytes, digest: str | None = None) -> Response:
+def put(plane: ControlPlane, body: bytes, digest: str | None = None) -> Response:
     path = f"/v1/code/{digest or digest_of(body)}"
-    return house.client.put(path, content=body, headers=GZIP)
+    return plane.client.put(path, content=body, headers=GZIP)
 
 
-def test_code_is_kept_once_and_a_job_that_names_it_is_taken(quiet_house: House) -> None:
-    house = quiet_house
+def test_code_is_kept_once_and_a_job_that_names_it_is_taken(quiet_plane: ControlPlane) -> None:
+    plane = quiet_plane
     body = job_body(model={"factory": "models:Model"}, code=DIGEST)
     for path in ("/v1/jobs", "/v1/plans"):
-        refused = house.client.post(path, json=body)
+        refused = plane.client.post(path, json=body)
         (fault,) = refused.json()["errors"]
         assert (refused.status_code, fault["pointer"]) == (422, "/code")
         assert (fault["code"], "--code DIR" in fault["detail"]) == ("code_unknown", True)
-    assert house.client.get(f"/v1/code/{DIGEST}").status_code == 404
-    first, again = put(house, CODE), put(house, CODE)
+    assert plane.client.get(f"/v1/code/{DIGEST}").status_code == 404
+    first, again = put(plane, CODE), put(plane, CODE)
     assert (first.status_code, again.status_code) == (201, 200)
     assert first.headers["Location"] == f"/v1/code/{DIGEST}"
-    assert first.json() == again.json() == house.get(f"/v1/code/{DIGEST}")
+    assert first.json() == again.json() == plane.get(f"/v1/code/{DIGEST}")
     assert first.json() | {"uploaded_at": ""} == {
         "digest": DIGEST,
         "bytes": len(CODE),
@@ -61,29 +61,31 @@ def test_code_is_kept_once_and_a_job_that_names_it_is_taken(quiet_house: House) 
         "uploaded_by": "local",
         "uploaded_at": "",
     }
-    job_id = house.submit(**body)
-    assert house.job(job_id)["spec"]["code"] == DIGEST
-    clone = house.act(job_id, "clone", {})
+    job_id = plane.submit(**body)
+    assert plane.job(job_id)["spec"]["code"] == DIGEST
+    clone = plane.act(job_id, "clone", {})
     assert clone["spec"]["code"] == DIGEST
     unknown = "sha256:" + "0" * 64
-    refused = house.client.post(f"/v1/jobs/{job_id}/clone", json={"overrides": {"code": unknown}})
+    refused = plane.client.post(f"/v1/jobs/{job_id}/clone", json={"overrides": {"code": unknown}})
     assert refused.json()["errors"][0]["pointer"] == "/overrides/code"
 
 
-def test_what_is_no_archive_or_not_this_one_is_refused_and_not_kept(quiet_house: House) -> None:
-    house = quiet_house
+def test_what_is_no_archive_or_not_this_one_is_refused_and_not_kept(
+    quiet_plane: ControlPlane,
+) -> None:
+    plane = quiet_plane
     for body, _ in HOSTILE.values():
-        refused = put(house, body)
+        refused = put(plane, body)
         assert (refused.status_code, refused.json()["errors"][0]["code"]) == (422, "bad_archive")
-    other = put(house, CODE, "sha256:" + "0" * 64)
+    other = put(plane, CODE, "sha256:" + "0" * 64)
     assert other.json()["errors"][0]["code"] == "digest_mismatch"
-    assert put(house, CODE, "sha256:../../x").status_code in {404, 422}
+    assert put(plane, CODE, "sha256:../../x").status_code in {404, 422}
     path = f"/v1/code/{DIGEST}"
-    as_json = house.client.put(path, content=CODE, headers={"Content-Type": "application/json"})
+    as_json = plane.client.put(path, content=CODE, headers={"Content-Type": "application/json"})
     assert as_json.status_code == 415
-    foreign = house.client.put(path, content=CODE, headers=GZIP | {"Origin": "https://evil.test"})
+    foreign = plane.client.put(path, content=CODE, headers=GZIP | {"Origin": "https://evil.test"})
     assert foreign.status_code == 403
-    assert house.redis.keys("ml:code*") == []
+    assert plane.redis.keys("ml:code*") == []
 
 
 def test_where_entry_points_are_restricted_code_is_taken_only_if_the_operator_says_so(
@@ -91,18 +93,18 @@ def test_where_entry_points_are_restricted_code_is_taken_only_if_the_operator_sa
 ) -> None:
     body = job_body(model={"factory": "models:Model"}, code=DIGEST)
     listed = EntryPoints(("zoo",))
-    with open_house(redis_url, AccessPolicy(), leads=False, entry_points=listed) as house:
-        refused = put(house, CODE)
+    with open_plane(redis_url, AccessPolicy(), leads=False, entry_points=listed) as plane:
+        refused = put(plane, CODE)
         assert (refused.status_code, refused.json()["code"]) == (403, "code_not_allowed")
-        answer = house.client.post("/v1/jobs", json=body).json()
+        answer = plane.client.post("/v1/jobs", json=body).json()
         found = {fault["pointer"]: fault["code"] for fault in answer["errors"]}
         assert found["/code"] == "code_not_allowed"
         assert found["/model/factory"] == "factory_not_allowed"
     allowing = EntryPoints(("zoo",), uploads=True)
-    with open_house(redis_url, AccessPolicy(), leads=False, entry_points=allowing) as house:
-        assert put(house, CODE).status_code == 201
-        house.submit(**body)
-        without = house.client.post("/v1/jobs", json={**body, "code": None})
+    with open_plane(redis_url, AccessPolicy(), leads=False, entry_points=allowing) as plane:
+        assert put(plane, CODE).status_code == 201
+        plane.submit(**body)
+        without = plane.client.post("/v1/jobs", json={**body, "code": None})
         assert without.json()["errors"][0]["pointer"] == "/model/factory"
 
 
@@ -160,16 +162,16 @@ async def test_what_no_job_names_is_forgotten_after_a_day() -> None:
 
 def test_a_leader_forgets_by_itself(redis_url: str) -> None:
     other = pack([("other.py", b"", False)])
-    with open_house(redis_url, AccessPolicy(), leads=False) as house:
-        assert (put(house, CODE).status_code, put(house, other).status_code) == (201, 201)
-        house.submit(code=digest_of(other))
+    with open_plane(redis_url, AccessPolicy(), leads=False) as plane:
+        assert (put(plane, CODE).status_code, put(plane, other).status_code) == (201, 201)
+        plane.submit(code=digest_of(other))
         for digest in (DIGEST, digest_of(other)):
-            house.redis.zadd(keys.CODES, {hex_of(digest): 1})
-    with open_house(redis_url, AccessPolicy()) as house:
-        until(lambda: house.client.get(f"/v1/code/{DIGEST}").status_code == 404)
-        assert house.client.get(f"/v1/code/{digest_of(other)}").status_code == 200
+            plane.redis.zadd(keys.CODES, {hex_of(digest): 1})
+    with open_plane(redis_url, AccessPolicy()) as plane:
+        until(lambda: plane.client.get(f"/v1/code/{DIGEST}").status_code == 404)
+        assert plane.client.get(f"/v1/code/{digest_of(other)}").status_code == 200
         counted = str(16_384 + len(other))
-        assert house.redis.hgetall(keys.CODES_BYTES) == {"": counted, "local": counted}
+        assert plane.redis.hgetall(keys.CODES_BYTES) == {"": counted, "local": counted}
 
 
 # --- over real sockets --------------------------------------------------------------------------

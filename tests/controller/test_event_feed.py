@@ -7,20 +7,22 @@ import pytest
 
 import meshloom
 from services.local.embedded_redis import EmbeddedRedis
-from tests.controller.conftest import House, job_body
+from tests.controller.conftest import ControlPlane, job_body
 from tests.dashboard.tabs import Controller
 from tests.waiting import until
 
 pytestmark = pytest.mark.redis
 
 
-def test_events_of_all_jobs_are_chosen_by_kind_job_owner_and_label(quiet_house: House) -> None:
-    first = quiet_house.submit(labels={"team": "a"})
-    second = quiet_house.submit(labels={"team": "b"})
-    quiet_house.act(first, "kill")
+def test_events_of_all_jobs_are_chosen_by_kind_job_owner_and_label(
+    quiet_plane: ControlPlane,
+) -> None:
+    first = quiet_plane.submit(labels={"team": "a"})
+    second = quiet_plane.submit(labels={"team": "b"})
+    quiet_plane.act(first, "kill")
 
     def told(query: str) -> list[tuple[str, str]]:
-        page = quiet_house.get(f"/v1/events?{query}")
+        page = quiet_plane.get(f"/v1/events?{query}")
         return [(event["job_id"], event["kind"]) for event in page["items"]]
 
     everything = [(first, "job.queued"), (second, "job.queued"), (first, "job.cancelled")]
@@ -33,17 +35,17 @@ def test_events_of_all_jobs_are_chosen_by_kind_job_owner_and_label(quiet_house: 
     assert told("label=team%3Da") == [everything[0], everything[2]]
     assert told("owner=local") == everything
     assert told("owner=somebody") == []
-    assert quiet_house.client.delete(f"/v1/jobs/{first}").status_code == 204
+    assert quiet_plane.client.delete(f"/v1/jobs/{first}").status_code == 204
     assert told("label=team%3Da") == [everything[0], everything[2]]
     assert told("label=team%3Db") == everything[1:2]
     assert told("owner=local&kind=job.cancelled") == everything[2:]
     assert told("owner=somebody") == []
 
 
-def test_pages_of_the_feed_follow_each_other(quiet_house: House) -> None:
-    ids = [quiet_house.submit() for _ in range(3)]
-    page = quiet_house.get("/v1/events?limit=2")
-    rest = quiet_house.get(f"/v1/events?limit=2&cursor={page['next_cursor']}")
+def test_pages_of_the_feed_follow_each_other(quiet_plane: ControlPlane) -> None:
+    ids = [quiet_plane.submit() for _ in range(3)]
+    page = quiet_plane.get("/v1/events?limit=2")
+    rest = quiet_plane.get(f"/v1/events?limit=2&cursor={page['next_cursor']}")
     assert [event["job_id"] for event in page["items"] + rest["items"]] == ids
     assert rest["next_cursor"] is None
 

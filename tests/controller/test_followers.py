@@ -12,7 +12,7 @@ from services.controller.adapters.redis import redis_ports
 from services.controller.adapters.redis.coordination import RedisWaker
 from services.controller.api.context import Context
 from services.controller.ports.machines import Log
-from tests.controller.conftest import House
+from tests.controller.conftest import ControlPlane
 
 STREAM = {"Accept": "text/event-stream"}
 
@@ -61,19 +61,19 @@ async def test_calls_that_never_end_do_not_keep_whoever_waits_from_going_on() ->
 
 
 @pytest.mark.redis
-def test_a_stream_beyond_the_limit_is_told_to_come_back(quiet_house: House) -> None:
-    job_id = quiet_house.submit()
-    quiet_house.act(job_id, "cancel")
-    context: Context = quiet_house.client.app.state.context  # type: ignore[attr-defined] # FastAPI's
+def test_a_stream_beyond_the_limit_is_told_to_come_back(quiet_plane: ControlPlane) -> None:
+    job_id = quiet_plane.submit()
+    quiet_plane.act(job_id, "cancel")
+    context: Context = quiet_plane.client.app.state.context  # type: ignore[attr-defined] # FastAPI's
     limit = context.streams.free
     for path in (f"/v1/jobs/{job_id}/events", f"/v1/jobs/{job_id}/logs"):
         context.streams.free = 0
-        refused = quiet_house.client.get(path, headers=STREAM)
+        refused = quiet_plane.client.get(path, headers=STREAM)
         assert (refused.status_code, refused.json()["code"]) == (503, "too_many_streams")
         assert refused.headers["retry-after"] == "5"
-        assert quiet_house.client.get(path).status_code == 200
+        assert quiet_plane.client.get(path).status_code == 200
         context.streams.free = limit
-        assert quiet_house.client.get(path, headers=STREAM).status_code == 200
-        expired = quiet_house.client.get("/v1/jobs/job_nope/events", headers=STREAM)
+        assert quiet_plane.client.get(path, headers=STREAM).status_code == 200
+        expired = quiet_plane.client.get("/v1/jobs/job_nope/events", headers=STREAM)
         assert expired.status_code == 404
         assert context.streams.free == limit

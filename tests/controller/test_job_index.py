@@ -34,7 +34,7 @@ from services.controller.ports.coordination import Ports
 from services.controller.ports.jobs import Actor, Change, JobSummary
 from services.controller.use_cases.change import apply_events
 from services.controller.use_cases.listing import JobFilter, JobOrder, page
-from tests.controller.conftest import House, open_house
+from tests.controller.conftest import ControlPlane, open_plane
 from tests.controller.histories import spec
 from tests.waiting import until
 
@@ -249,9 +249,9 @@ def test_records_of_the_last_release_are_taken_over(redis_url: str) -> None:
     with Redis.from_url(redis_url, decode_responses=True) as redis:
         _write(redis, told["records"])
         assert not redis.exists(keys.JOB_INDEX)
-        with open_house(redis_url, AccessPolicy(), leads=False) as standby:
+        with open_plane(redis_url, AccessPolicy(), leads=False) as standby:
             _shows(standby, told["jobs"])
-        with open_house(redis_url, AccessPolicy()) as house:
+        with open_plane(redis_url, AccessPolicy()) as plane:
             until(lambda: redis.get(keys.JOB_INDEX) == keys.JOB_INDEX_FORMAT, every_s=0.01)
             ended = {
                 n: j for n, j in told["jobs"].items() if j["state"] in {"SUCCEEDED", "CANCELLED"}
@@ -259,14 +259,14 @@ def test_records_of_the_last_release_are_taken_over(redis_url: str) -> None:
             for state in {job["state"] for job in ended.values()}:
                 listed = redis.zrange(keys.jobs_in_state(state), 0, -1)
                 assert listed == sorted(n for n, j in ended.items() if j["state"] == state)
-            _shows(house, told["jobs"])
+            _shows(plane, told["jobs"])
             # The controller goes on with what waits.
             (waiting,) = (n for n, j in told["jobs"].items() if j["state"] == "QUEUED")
-            house.agent.join("life-2", slots=8)
-            house.agent.launches(waiting)
+            plane.agent.join("life-2", slots=8)
+            plane.agent.launches(waiting)
 
 
-def _shows(house: House, jobs: dict[str, dict[str, Any]]) -> None:
+def _shows(plane: ControlPlane, jobs: dict[str, dict[str, Any]]) -> None:
     """Whether the lists are those that the last release showed of these jobs."""
     questions: dict[str, Callable[[dict[str, Any]], bool]] = {
         "": lambda _: True,
@@ -276,9 +276,9 @@ def _shows(house: House, jobs: dict[str, dict[str, Any]]) -> None:
         "owner=local&sort=-updated": lambda job: job["owner"] == "local",
     }
     for query, fits in questions.items():
-        shown = {job["id"] for job in house.get(f"/v1/jobs?{query}")["items"]}
+        shown = {job["id"] for job in plane.get(f"/v1/jobs?{query}")["items"]}
         assert shown == {name for name, job in jobs.items() if fits(job)}, query
-    text = house.client.get("/metrics").text
+    text = plane.client.get("/metrics").text
     succeeded = sum(job["state"] == "SUCCEEDED" for job in jobs.values())
     assert f'meshloom_jobs{{state="SUCCEEDED"}} {float(succeeded)}' in text
 

@@ -121,7 +121,7 @@ class Gang:
 
 
 @dataclass
-class House:
+class ControlPlane:
     """The world outside the controller."""
 
     nodes: dict[str, Node] = field(default_factory=dict)
@@ -144,7 +144,7 @@ class Lifecycle(RuleBasedStateMachine):
     )
     def begin(self, ranks: tuple[tuple[int, int], ...], budget: int, unplanned: int) -> None:
         self.now = NOW
-        self.house = House({name: node(name, slots=count) for name, count in SLOTS.items()})
+        self.plane = ControlPlane({name: node(name, slots=count) for name, count in SLOTS.items()})
         self.jobs: dict[str, Job] = {}
         self.read: dict[str, Job] = {}
         for number, (least, most) in enumerate(ranks):
@@ -251,11 +251,11 @@ class Lifecycle(RuleBasedStateMachine):
     )
     def obey(self, name: str, count: int, *, refuses: bool) -> None:
         """The agent carries out its next commands."""
-        for _ in range(min(count, len(self.house.inboxes[name]))):
+        for _ in range(min(count, len(self.plane.inboxes[name]))):
             self._obey(name, refuses=refuses)
 
     def _obey(self, name: str, *, refuses: bool) -> None:
-        command = self.house.inboxes[name].pop(0)
+        command = self.plane.inboxes[name].pop(0)
         match command:
             case LaunchGang():
                 self._launch(command, name, refuses=refuses)
@@ -339,8 +339,8 @@ class Lifecycle(RuleBasedStateMachine):
         """The agent dies with its ranks and comes back; what it told still comes, later."""
         if not dies:
             return
-        self.house.gangs = {k: g for k, g in self.house.gangs.items() if g.node_id != name}
-        life = self.house.nodes[name].incarnation
+        self.plane.gangs = {k: g for k, g in self.plane.gangs.items() if g.node_id != name}
+        life = self.plane.nodes[name].incarnation
         self._put(name, incarnation=f"{life}+")
         for job in list(self.jobs.values()):
             attempt = job.attempt
@@ -351,9 +351,9 @@ class Lifecycle(RuleBasedStateMachine):
 
     @rule(count=st.integers(1, 8))
     def hear(self, count: int) -> None:
-        for _ in range(min(count, len(self.house.facts))):
-            fact = self.house.facts.pop(0)
-            self.house.told.append(fact)
+        for _ in range(min(count, len(self.plane.facts))):
+            fact = self.plane.facts.pop(0)
+            self.plane.told.append(fact)
             self._happen(fact.job_id, fact)
             job = self.jobs[fact.job_id]
             again = decide(job, fact, self.now)
@@ -362,8 +362,8 @@ class Lifecycle(RuleBasedStateMachine):
     @rule(index=st.integers(0, 500))
     def hear_again(self, index: int) -> None:
         """A fact from any time is delivered once more."""
-        if self.house.told:
-            fact = self.house.told[index % len(self.house.told)]
+        if self.plane.told:
+            fact = self.plane.told[index % len(self.plane.told)]
             before = self.jobs[fact.job_id]
             self._happen(fact.job_id, fact)
             if is_stale(before, fact):
@@ -408,11 +408,11 @@ class Lifecycle(RuleBasedStateMachine):
     def _leave_draining_nodes(self) -> None:
         for job in list(self.jobs.values()):
             for name in job.attempt.live_nodes if job.attempt is not None else ():
-                if self.house.nodes[name].drain is not None:
+                if self.plane.nodes[name].drain is not None:
                     self._happen(job.id, MoveAsked("node_drained", name, "moves", 5.0))
 
     def _serve_queue(self, *, grows: bool) -> None:
-        nodes = self.house.nodes.values()
+        nodes = self.plane.nodes.values()
         leases = {n.id: Lease(n.incarnation, 5_000) for n in nodes}
         jobs = [job for job in self.jobs.values() if job.is_active]
         found = schedule(jobs, usages_of(nodes, jobs, leases), {}, self.now)
@@ -440,7 +440,7 @@ class Lifecycle(RuleBasedStateMachine):
         if isinstance(event, GangPlaced) and decision.job.fence > before.fence:
             assert event.plan.world_size in before.spec.worlds
         for send in decision.sends:
-            self.house.inboxes[send.node_id].append(send.command)
+            self.plane.inboxes[send.node_id].append(send.command)
         _check_step(before, event, decision.job)
 
     def _job(self, which: int) -> Job:
@@ -452,18 +452,18 @@ class Lifecycle(RuleBasedStateMachine):
 
     def _gangs(self, which: int) -> list[Gang]:
         job_id = self._job(which).id
-        return [g for (name, _, _), g in self.house.gangs.items() if name == job_id]
+        return [g for (name, _, _), g in self.plane.gangs.items() if name == job_id]
 
     def _is_whole(self, gang: Gang) -> bool:
         job_id, fence = gang.launch.job_id, gang.launch.fence
         nodes = {seat.node_id for seat in gang.launch.plan.ranks}
-        return all((job_id, fence, name) in self.house.gangs for name in nodes)
+        return all((job_id, fence, name) in self.plane.gangs for name in nodes)
 
     def _put(self, name: str, **fields: object) -> None:
-        self.house.nodes[name] = self.house.nodes[name].model_copy(update=fields)
+        self.plane.nodes[name] = self.plane.nodes[name].model_copy(update=fields)
 
     def _tell(self, *facts: GangFact) -> None:
-        self.house.facts += facts
+        self.plane.facts += facts
 
     def _by(self, gang: Gang, fact: GangFact) -> GangFact:
         """What the agent of the gang's node tells of it: of its own ranks alone."""
@@ -477,29 +477,29 @@ class Lifecycle(RuleBasedStateMachine):
 
     def _launch(self, command: LaunchGang, name: str, *, refuses: bool) -> None:
         key = (command.job_id, command.fence, name)
-        if key in self.house.launched:
+        if key in self.plane.launched:
             return
         ranks = frozenset(s.rank for s in command.plan.ranks if s.node_id == name)
         assert (command.store is None) == (0 in ranks), "only rank 0 opens the store"
-        overtaken = self.house.opened[command.job_id] > command.fence
+        overtaken = self.plane.opened[command.job_id] > command.fence
         if refuses or overtaken:
             self._refuse(command, name)
             return
-        self.house.launched.add(key)
-        self.house.opened[command.job_id] = command.fence
+        self.plane.launched.add(key)
+        self.plane.opened[command.job_id] = command.fence
         if command.resume_from is not None:
-            assert command.resume_from in self.house.chain[command.job_id], "nothing to load"
+            assert command.resume_from in self.plane.chain[command.job_id], "nothing to load"
         step = int(command.resume_from.rsplit("-", 2)[1][1:]) if command.resume_from else 0
-        gang = Gang(command, name, ranks, self.house.nodes[name].incarnation, step)
-        self.house.gangs[key] = gang
+        gang = Gang(command, name, ranks, self.plane.nodes[name].incarnation, step)
+        self.plane.gangs[key] = gang
         self._tell(self._by(gang, histories.launched(self._job_of(gang), command.fence)))
 
     def _stop(self, command: StopGang, name: str) -> None:
         key = (command.job_id, command.fence, name)
-        if key not in self.house.launched:
+        if key not in self.plane.launched:
             self._refuse(command, name)
             return
-        gang = self.house.gangs.get(key)
+        gang = self.plane.gangs.get(key)
         if gang is None:
             return
         gang.draining = True
@@ -511,7 +511,7 @@ class Lifecycle(RuleBasedStateMachine):
             self._end(gang, killed.model_copy(update={"exits": tuple(victims)}))
 
     def _refuse(self, command: LaunchGang | StopGang, name: str) -> None:
-        self.house.launched.add((command.job_id, command.fence, name))
+        self.plane.launched.add((command.job_id, command.fence, name))
         refusal = LaunchRefused(
             job_id=command.job_id, fence=command.fence, node_id=name, reason="no room"
         )
@@ -519,8 +519,8 @@ class Lifecycle(RuleBasedStateMachine):
 
     def _commit(self, command: CommitCheckpoint, name: str) -> None:
         job, manifest = self.jobs[command.job_id], command.manifest
-        chain = self.house.chain[job.id]
-        if self.house.opened[job.id] > command.fence and manifest.checkpoint_id not in chain:
+        chain = self.plane.chain[job.id]
+        if self.plane.opened[job.id] > command.fence and manifest.checkpoint_id not in chain:
             lost = CheckpointLost(
                 job_id=job.id,
                 fence=command.fence,
@@ -537,9 +537,9 @@ class Lifecycle(RuleBasedStateMachine):
         self._tell(linked.model_copy(update={"node_id": name, "manifest": manifest}))
 
     def _retire(self, command: RetireCheckpoint, name: str) -> None:
-        if self.house.opened[command.job_id] > command.fence:
+        if self.plane.opened[command.job_id] > command.fence:
             return
-        chain = self.house.chain[command.job_id]
+        chain = self.plane.chain[command.job_id]
         if command.checkpoint_id in chain:
             chain[chain.index(command.checkpoint_id)] = "(deleted)"
         self._tell(
@@ -554,7 +554,7 @@ class Lifecycle(RuleBasedStateMachine):
     def _save(self, gang: Gang, votes: int) -> None:
         job, fence = self._job_of(gang), gang.launch.fence
         name = checkpoint_id(job.id, gang.step, fence)
-        if gang.step == 0 or name in self.house.chain[job.id]:
+        if gang.step == 0 or name in self.plane.chain[job.id]:
             return
         facts: list[GangFact] = [histories.began(job, gang.step, fence)]
         cast = histories.votes(job, gang.step, fence)[:votes]
@@ -562,7 +562,7 @@ class Lifecycle(RuleBasedStateMachine):
         self._tell(*(self._by(gang, fact) for fact in facts))
 
     def _end(self, gang: Gang, fact: GangFact) -> None:
-        self.house.gangs.pop((gang.launch.job_id, gang.launch.fence, gang.node_id))
+        self.plane.gangs.pop((gang.launch.job_id, gang.launch.fence, gang.node_id))
         self._tell(self._by(gang, fact))
 
 

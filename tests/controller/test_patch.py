@@ -11,7 +11,7 @@ from services.contract.messages.facts import Evaluated
 from services.controller.domain.errors import InvalidRequestError, PreconditionFailedError
 from services.controller.domain.job.events import PatchAsked
 from services.controller.domain.job.job import Job
-from tests.controller.conftest import House, job_body
+from tests.controller.conftest import ControlPlane, job_body
 from tests.controller.histories import NODE, commands, new_job, play, running, saved
 from tests.controller.test_best import Course, committed
 from tests.waiting import until
@@ -142,8 +142,8 @@ def test_a_larger_budget_is_that_of_the_next_failure() -> None:
     assert job.spec.faults.max_restarts == 1
 
 
-def test_a_change_wants_the_etag_and_refuses_a_stale_one(quiet_house: House) -> None:
-    client, job_id = quiet_house.client, quiet_house.submit(labels={"a": "1"})
+def test_a_change_wants_the_etag_and_refuses_a_stale_one(quiet_plane: ControlPlane) -> None:
+    client, job_id = quiet_plane.client, quiet_plane.submit(labels={"a": "1"})
     path = f"/v1/jobs/{job_id}"
     seen = client.get(path).headers["etag"]
     missing = client.patch(path, json={"priority": 2})
@@ -161,61 +161,61 @@ def test_a_change_wants_the_etag_and_refuses_a_stale_one(quiet_house: House) -> 
         headers={"If-Match": "*", "Content-Type": "application/merge-patch+json"},
     )
     assert (any_one.status_code, any_one.json()["labels"]) == (200, {})
-    kinds = [e["kind"] for e in quiet_house.get(f"{path}/events")["items"]]
+    kinds = [e["kind"] for e in quiet_plane.get(f"{path}/events")["items"]]
     assert kinds == ["job.queued", "job.patched", "job.patched"]
 
 
-def test_an_elastic_jobs_bounds_are_shown_and_changed_over_rest(house: House) -> None:
-    house.agent.join()
-    until(lambda: house.get("/v1/nodes")["items"])
+def test_an_elastic_jobs_bounds_are_shown_and_changed_over_rest(plane: ControlPlane) -> None:
+    plane.agent.join()
+    until(lambda: plane.get("/v1/nodes")["items"])
     elastic = job_body(resources={"world": {"min": 2, "max": 4}, "device": "cpu"})
-    predicted = house.client.post("/v1/jobs", params={"dry_run": True}, json=elastic).json()
+    predicted = plane.client.post("/v1/jobs", params={"dry_run": True}, json=elastic).json()
     assert (predicted["world_size"], len(predicted["plan"]["ranks"])) == (4, 4)
-    job_id = house.submit(**elastic)
-    gang = house.agent.launches(job_id)
-    house.agent.trains(gang, range(1, 3))
-    running = house.in_state(job_id, "RUNNING")
+    job_id = plane.submit(**elastic)
+    gang = plane.agent.launches(job_id)
+    plane.agent.trains(gang, range(1, 3))
+    running = plane.in_state(job_id, "RUNNING")
     assert (running["world"], running["world_size"]) == ({"min": 2, "max": 4}, 4)
     assert running["spec"]["resources"] == {"device": "cpu", "world": {"min": 2, "max": 4}}
     path = f"/v1/jobs/{job_id}"
-    etag = house.client.get(path).headers["etag"]
+    etag = plane.client.get(path).headers["etag"]
     lower = {"resources": {"world": {"max": 2}}}
-    changed = house.client.patch(path, json=lower, headers={"If-Match": etag})
+    changed = plane.client.patch(path, json=lower, headers={"If-Match": etag})
     assert changed.status_code == 200, changed.text
     assert changed.json()["world"] == {"min": 2, "max": 2}
-    stop = house.agent.awaits(StopGang, job_id)
+    stop = plane.agent.awaits(StopGang, job_id)
     assert (stop.mode, stop.grace_s > 200) == ("drain", True)
-    house.agent.ends(gang, 2, exit_code=0, finished=True, drained=True)
-    second = house.agent.launches(job_id, fence=2)
+    plane.agent.ends(gang, 2, exit_code=0, finished=True, drained=True)
+    second = plane.agent.launches(job_id, fence=2)
     assert second.plan.world_size == 2
-    sizes = [a["world_size"] for a in house.get(f"{path}/attempts")["items"]]
+    sizes = [a["world_size"] for a in plane.get(f"{path}/attempts")["items"]]
     assert sizes == [4, 2]
 
 
-def test_progress_does_not_make_an_edit_stale(house: House) -> None:
-    house.agent.join()
-    job_id = house.submit()
-    gang = house.agent.launches(job_id)
-    seen = house.client.get(f"/v1/jobs/{job_id}").headers["etag"]
-    house.agent.trains(gang, range(1, 5))
-    house.in_state(job_id, "RUNNING")
+def test_progress_does_not_make_an_edit_stale(plane: ControlPlane) -> None:
+    plane.agent.join()
+    job_id = plane.submit()
+    gang = plane.agent.launches(job_id)
+    seen = plane.client.get(f"/v1/jobs/{job_id}").headers["etag"]
+    plane.agent.trains(gang, range(1, 5))
+    plane.in_state(job_id, "RUNNING")
     path = f"/v1/jobs/{job_id}"
-    assert house.client.get(path).headers["etag"] != seen
-    changed = house.client.patch(path, json={"priority": 2}, headers={"If-Match": seen})
+    assert plane.client.get(path).headers["etag"] != seen
+    changed = plane.client.patch(path, json={"priority": 2}, headers={"If-Match": seen})
     assert changed.status_code == 200
 
 
-def test_what_cannot_be_changed_is_refused_with_its_pointer(quiet_house: House) -> None:
-    path = f"/v1/jobs/{quiet_house.submit()}"
+def test_what_cannot_be_changed_is_refused_with_its_pointer(quiet_plane: ControlPlane) -> None:
+    path = f"/v1/jobs/{quiet_plane.submit()}"
     body = {
         "train": {"steps": 5},
         "checkpoint": {"every_steps": 1},
         "faults": {"max_restarts": -1},
         "name": "x",
     }
-    refused = quiet_house.client.patch(path, json=body, headers={"If-Match": "*"})
+    refused = quiet_plane.client.patch(path, json=body, headers={"If-Match": "*"})
     assert refused.status_code == 422
     told = {fault["pointer"]: fault["detail"] for fault in refused.json()["errors"]}
     assert set(told) == {"/train", "/checkpoint/every_steps", "/faults/max_restarts", "/name"}
     assert "clone" in told["/train"]
-    assert quiet_house.get(path)["revision"] == 0
+    assert quiet_plane.get(path)["revision"] == 0

@@ -10,7 +10,7 @@ from httpx2 import Response
 
 from services.contract.messages.probing import ProbeFailure
 from services.controller.api.guard import AccessPolicy
-from tests.controller.conftest import House, job_body, open_house
+from tests.controller.conftest import ControlPlane, job_body, open_plane
 from tests.controller.profiles import ARGS
 from tests.waiting import until
 
@@ -19,9 +19,9 @@ BATCH = {"steps": 10, "global_batch": 16}
 
 
 @pytest.fixture
-def desk(redis_url: str) -> Iterator[House]:
+def desk(redis_url: str) -> Iterator[ControlPlane]:
     """A controller whose requests for plans do not wait."""
-    with open_house(redis_url, AccessPolicy(), plan_wait_s=0) as opened:
+    with open_plane(redis_url, AccessPolicy(), plan_wait_s=0) as opened:
         yield opened
 
 
@@ -30,44 +30,44 @@ def body(**changes: object) -> dict[str, object]:
     return job_body(**small) | changes
 
 
-def join(house: House, slots: int = 4) -> None:
-    house.agent.join(slots=slots)
-    until(lambda: house.get("/v1/nodes")["items"], every_s=0.01)
+def join(plane: ControlPlane, slots: int = 4) -> None:
+    plane.agent.join(slots=slots)
+    until(lambda: plane.get("/v1/nodes")["items"], every_s=0.01)
 
 
-def plan_of(house: House, **changes: object) -> dict[str, Any]:
+def plan_of(plane: ControlPlane, **changes: object) -> dict[str, Any]:
     """A plan, while the agent's double profiles and measures."""
-    answers = threading.Thread(target=_answer, args=(house,))
+    answers = threading.Thread(target=_answer, args=(plane,))
     answers.start()
-    answer = house.client.post("/v1/plans", json=body(**changes))
+    answer = plane.client.post("/v1/plans", json=body(**changes))
     answers.join()
     assert answer.status_code == 201, answer.text
     assert answer.headers["location"] == f"/v1/plans/{answer.json()['id']}"
     return dict(answer.json())
 
 
-def _answer(house: House) -> None:
-    house.agent.profiles(house.agent.is_asked())
-    house.agent.measures()
+def _answer(plane: ControlPlane) -> None:
+    plane.agent.profiles(plane.agent.is_asked())
+    plane.agent.measures()
 
 
-def in_state(house: House, plan_id: str, state: str) -> dict[str, Any]:
+def in_state(plane: ControlPlane, plan_id: str, state: str) -> dict[str, Any]:
     def look() -> dict[str, Any] | None:
-        plan = house.get(f"/v1/plans/{plan_id}")
+        plan = plane.get(f"/v1/plans/{plan_id}")
         return plan if plan["state"] == state else None
 
     return until(look, every_s=0.01)
 
 
-def submits(house: House, plan_id: str, **headers: str) -> Response:
-    answer = house.client.post("/v1/jobs", json={"plan_id": plan_id}, headers=headers)
+def submits(plane: ControlPlane, plan_id: str, **headers: str) -> Response:
+    answer = plane.client.post("/v1/jobs", json={"plan_id": plan_id}, headers=headers)
     assert isinstance(answer, Response)
     return answer
 
 
-def test_a_plan_says_all_that_a_job_will_need_and_allocates_nothing(house: House) -> None:
-    join(house)
-    plan = plan_of(house, resources={"ranks": 4})
+def test_a_plan_says_all_that_a_job_will_need_and_allocates_nothing(plane: ControlPlane) -> None:
+    join(plane)
+    plan = plan_of(plane, resources={"ranks": 4})
     mesh = plan["mesh"]
     assert mesh["dp_replicate"] * mesh["dp_shard"] * mesh["tp"] == 4
     assert [(seat["rank"], seat["node_id"], seat["device"]) for seat in plan["ranks"]] == [
@@ -86,14 +86,14 @@ def test_a_plan_says_all_that_a_job_will_need_and_allocates_nothing(house: House
     assert plan["micro_batch"] * plan["accumulation"] * data_ranks == 16
     assert plan["alternatives"]
     assert all(other["lost_because"] for other in plan["alternatives"])
-    assert house.get(f"/v1/plans/{plan['id']}") == plan
-    assert house.get("/v1/nodes/loom-1")["measured"]["cpu"]["facts"]["ranks"] == 4
-    assert house.get("/v1/jobs")["items"] == []
-    assert house.get("/v1/capacity")["cpu_slots_free"] == 4
+    assert plane.get(f"/v1/plans/{plan['id']}") == plan
+    assert plane.get("/v1/nodes/loom-1")["measured"]["cpu"]["facts"]["ranks"] == 4
+    assert plane.get("/v1/jobs")["items"] == []
+    assert plane.get("/v1/capacity")["cpu_slots_free"] == 4
 
 
 def test_a_plan_that_is_not_made_yet_is_answered_as_such_and_cannot_be_submitted(
-    desk: House,
+    desk: ControlPlane,
 ) -> None:
     join(desk)
     answer = desk.client.post("/v1/plans", json=body())
@@ -114,20 +114,20 @@ def test_a_plan_that_is_not_made_yet_is_answered_as_such_and_cannot_be_submitted
     assert "may still train" in refused.json()["detail"]
 
 
-def test_a_job_by_a_plan_runs_that_very_plan(house: House) -> None:
-    join(house)
-    plan = plan_of(house)
-    made = submits(house, plan["id"], **{"Idempotency-Key": "once"})
+def test_a_job_by_a_plan_runs_that_very_plan(plane: ControlPlane) -> None:
+    join(plane)
+    plan = plan_of(plane)
+    made = submits(plane, plan["id"], **{"Idempotency-Key": "once"})
     assert made.status_code == 201, made.text
     job_id = made.json()["id"]
-    gang = house.agent.launches(job_id)
-    job = house.job(job_id)
+    gang = plane.agent.launches(job_id)
+    job = plane.job(job_id)
     assert json.dumps(job["spec"]["plan"]) == json.dumps(plan["sharding"])
     assert json.dumps(job["plan"]["sharding"]) == json.dumps(plan["sharding"])
     assert gang.plan.sharding.mesh.ranks == 2
     assert gang.spec.train.micro_batch == plan["micro_batch"]
     assert job["spec"]["mesh"] == plan["mesh"]
-    assert submits(house, plan["id"], **{"Idempotency-Key": "once"}).json()["id"] == job_id
+    assert submits(plane, plan["id"], **{"Idempotency-Key": "once"}).json()["id"] == job_id
     fullest = plan["memory"][0]
     assert job["estimate"] | {"measured_as": None} == {
         "plan_id": plan["id"],
@@ -147,16 +147,16 @@ def test_a_job_by_a_plan_runs_that_very_plan(house: House) -> None:
         "ratio": None,
     }
     predicted = fullest["peak"]["total"]
-    house.agent.samples(gang, [1, 1], memory_bytes=9 * predicted)
-    assert house.job(job_id)["estimate"]["measured_peak_bytes"] is None
-    house.agent.samples(gang, [2, 2], memory_bytes=9 * predicted, peak_bytes=2 * predicted)
-    seen = house.job(job_id)["estimate"]
+    plane.agent.samples(gang, [1, 1], memory_bytes=9 * predicted)
+    assert plane.job(job_id)["estimate"]["measured_peak_bytes"] is None
+    plane.agent.samples(gang, [2, 2], memory_bytes=9 * predicted, peak_bytes=2 * predicted)
+    seen = plane.job(job_id)["estimate"]
     assert seen["measured_peak_bytes"] == 2 * predicted + 1
     # Of so small a model the process itself takes more.
     assert (seen["measured_as"], seen["ratio"]) == ("resident_growth", None)
 
 
-def test_plans_are_listed_newest_first_and_say_what_each_plan_says(desk: House) -> None:
+def test_plans_are_listed_newest_first_and_say_what_each_plan_says(desk: ControlPlane) -> None:
     join(desk)
     made = [desk.client.post("/v1/plans", json=body(name=f"plan-{n}")).json() for n in range(3)]
     assert {plan["state"] for plan in made} == {"PROBING"}
@@ -193,48 +193,52 @@ def test_plans_are_listed_newest_first_and_say_what_each_plan_says(desk: House) 
     assert desk.client.get("/v1/plans?cursor=odd").json()["errors"][0]["code"] == "invalid_cursor"
 
 
-def test_an_elastic_job_is_planned_for_the_fewest_ranks_that_it_may_have(house: House) -> None:
-    join(house)
-    plan = plan_of(house, resources={"world": {"min": 2, "max": 4}})
+def test_an_elastic_job_is_planned_for_the_fewest_ranks_that_it_may_have(
+    plane: ControlPlane,
+) -> None:
+    join(plane)
+    plan = plan_of(plane, resources={"world": {"min": 2, "max": 4}})
     mesh = plan["mesh"]
     assert mesh["dp_replicate"] * mesh["dp_shard"] * mesh["tp"] == 2
     assert "fewest" in plan["reason"]
-    made = submits(house, plan["id"]).json()
+    made = submits(plane, plan["id"]).json()
     assert made["spec"]["resources"]["world"] == {"min": 2, "max": 4}
-    gang = house.agent.launches(made["id"])
+    gang = plane.agent.launches(made["id"])
     # Of a mesh that is left open dp_shard goes on following the ranks, of which there are more.
     assert (mesh["dp_shard"], gang.plan.sharding.mesh.dp_shard) == (2, 4)
     assert json.dumps(made["spec"]["plan"]["units"]) == json.dumps(plan["sharding"]["units"])
 
 
-def test_a_job_by_a_spec_is_not_probed_and_has_no_estimate(house: House) -> None:
-    join(house)
-    job_id = house.submit()
-    house.agent.launches(job_id)
-    assert {command.kind for command in house.agent.commands()} == {"launch_gang"}
-    assert house.job(job_id)["estimate"] is None
+def test_a_job_by_a_spec_is_not_probed_and_has_no_estimate(plane: ControlPlane) -> None:
+    join(plane)
+    job_id = plane.submit()
+    plane.agent.launches(job_id)
+    assert {command.kind for command in plane.agent.commands()} == {"launch_gang"}
+    assert plane.job(job_id)["estimate"] is None
 
 
-def test_a_repeated_submission_finds_its_job_when_the_plan_is_forgotten(house: House) -> None:
-    join(house)
-    plan = plan_of(house)
-    job_id = submits(house, plan["id"], **{"Idempotency-Key": "once"}).json()["id"]
-    house.redis.delete(f"ml:plan:{plan['id']}")
-    assert submits(house, plan["id"], **{"Idempotency-Key": "once"}).json()["id"] == job_id
-    gone = submits(house, plan["id"])
+def test_a_repeated_submission_finds_its_job_when_the_plan_is_forgotten(
+    plane: ControlPlane,
+) -> None:
+    join(plane)
+    plan = plan_of(plane)
+    job_id = submits(plane, plan["id"], **{"Idempotency-Key": "once"}).json()["id"]
+    plane.redis.delete(f"ml:plan:{plan['id']}")
+    assert submits(plane, plan["id"], **{"Idempotency-Key": "once"}).json()["id"] == job_id
+    gone = submits(plane, plan["id"])
     (fault,) = gone.json()["errors"]
     assert (gone.status_code, fault["code"], fault["pointer"]) == (422, "plan_unknown", "/plan_id")
     assert "seven days" in fault["detail"]
-    assert house.client.get(f"/v1/plans/{plan['id']}").status_code == 404
+    assert plane.client.get(f"/v1/plans/{plan['id']}").status_code == 404
 
 
-def test_an_infeasible_plan_says_why_and_is_not_run(house: House) -> None:
-    join(house, slots=1)
-    plan = plan_of(house, resources={"ranks": 2})
+def test_an_infeasible_plan_says_why_and_is_not_run(plane: ControlPlane) -> None:
+    join(plane, slots=1)
+    plan = plan_of(plane, resources={"ranks": 2})
     assert (plan["state"], plan["feasible"]) == ("READY", False)
     assert plan["reasons"]
     assert plan["advice"]
-    refused = submits(house, plan["id"])
+    refused = submits(plane, plan["id"])
     (fault,) = refused.json()["errors"]
     assert (refused.status_code, fault["code"]) == (422, "plan_infeasible")
     assert plan["reasons"][0] in fault["detail"]
@@ -252,14 +256,14 @@ def test_an_infeasible_plan_says_why_and_is_not_run(house: House) -> None:
     ],
 )
 def test_faults_point_into_the_body(
-    quiet_house: House, path: str, sent: object, pointers: set[str]
+    quiet_plane: ControlPlane, path: str, sent: object, pointers: set[str]
 ) -> None:
-    answer = quiet_house.client.post(path, json=sent)
+    answer = quiet_plane.client.post(path, json=sent)
     assert answer.status_code == 422, answer.text
     assert {fault["pointer"] for fault in answer.json()["errors"]} == pointers
 
 
-def test_without_a_node_there_is_nobody_to_profile_a_model(quiet_house: House) -> None:
-    answer = quiet_house.client.post("/v1/plans", json=body())
+def test_without_a_node_there_is_nobody_to_profile_a_model(quiet_plane: ControlPlane) -> None:
+    answer = quiet_plane.client.post("/v1/plans", json=body())
     assert (answer.status_code, answer.json()["code"]) == (409, "no_node_to_probe")
     assert "start an agent" in answer.json()["detail"]

@@ -6,93 +6,93 @@ from services.contract.messages.commands import PurgeJob
 from services.contract.messages.facts import JobPurged
 from services.controller.domain.errors import StateConflictError
 from services.controller.domain.job.events import PurgeAsked
-from tests.controller.conftest import House
+from tests.controller.conftest import ControlPlane
 from tests.controller.histories import NODE, STEPS, finished, play, running, saved
 from tests.waiting import until
 
 pytestmark = pytest.mark.redis
 
 
-def ended(house: House) -> str:
-    house.agent.join()
-    job_id = house.submit()
-    gang = house.agent.launches(job_id)
-    house.agent.trains(gang, range(1, 11))
-    house.agent.saves(gang, 10)
-    house.agent.ends(gang, 10)
-    house.in_state(job_id, "SUCCEEDED")
+def ended(plane: ControlPlane) -> str:
+    plane.agent.join()
+    job_id = plane.submit()
+    gang = plane.agent.launches(job_id)
+    plane.agent.trains(gang, range(1, 11))
+    plane.agent.saves(gang, 10)
+    plane.agent.ends(gang, 10)
+    plane.in_state(job_id, "SUCCEEDED")
     return job_id
 
 
-def purge(house: House, job_id: str) -> int:
-    return house.client.delete(f"/v1/jobs/{job_id}?purge_checkpoints=true").status_code
+def purge(plane: ControlPlane, job_id: str) -> int:
+    return plane.client.delete(f"/v1/jobs/{job_id}?purge_checkpoints=true").status_code
 
 
 def purged(job_id: str, error: str | None = None, fence: int = 1) -> JobPurged:
     return JobPurged(job_id=job_id, fence=fence, node_id="loom-1", error=error)
 
 
-def test_a_job_is_forgotten_only_when_its_checkpoints_are_gone(house: House) -> None:
-    job_id = ended(house)
-    assert purge(house, job_id) == 202
-    command = house.agent.awaits(PurgeJob, job_id)
-    job = house.job(job_id)
+def test_a_job_is_forgotten_only_when_its_checkpoints_are_gone(plane: ControlPlane) -> None:
+    job_id = ended(plane)
+    assert purge(plane, job_id) == 202
+    command = plane.agent.awaits(PurgeJob, job_id)
+    job = plane.job(job_id)
     assert (job["state"], "removed by loom-1" in job["reason"]) == ("SUCCEEDED", True)
-    assert purge(house, job_id) == 202
-    house.agent.tell(purged(job_id, fence=command.fence))
-    until(lambda: house.client.get(f"/v1/jobs/{job_id}").status_code == 404, every_s=0.01)
+    assert purge(plane, job_id) == 202
+    plane.agent.tell(purged(job_id, fence=command.fence))
+    until(lambda: plane.client.get(f"/v1/jobs/{job_id}").status_code == 404, every_s=0.01)
     # Told again, for it was commanded twice: of a job that nobody knows.
-    house.agent.tell(purged(job_id))
-    assert purge(house, job_id) == 404
+    plane.agent.tell(purged(job_id))
+    assert purge(plane, job_id) == 404
 
 
-def test_a_purge_that_fails_is_told_and_the_job_stays(house: House) -> None:
-    job_id = ended(house)
-    purge(house, job_id)
-    house.agent.tell(purged(job_id, "Read-only file system"))
-    until(lambda: "Read-only" in house.job(job_id)["reason"], every_s=0.01)
-    kinds = [e["kind"] for e in house.get(f"/v1/jobs/{job_id}/events")["items"]]
+def test_a_purge_that_fails_is_told_and_the_job_stays(plane: ControlPlane) -> None:
+    job_id = ended(plane)
+    purge(plane, job_id)
+    plane.agent.tell(purged(job_id, "Read-only file system"))
+    until(lambda: "Read-only" in plane.job(job_id)["reason"], every_s=0.01)
+    kinds = [e["kind"] for e in plane.get(f"/v1/jobs/{job_id}/events")["items"]]
     assert kinds[-2:] == ["job.purging", "job.purge_failed"]
     # What is told of a purge that nobody wants any more removes nothing.
-    house.agent.tell(purged(job_id))
-    house.agent.join()
-    house.agent.launches(house.submit())
-    assert house.job(job_id)["state"] == "SUCCEEDED"
+    plane.agent.tell(purged(job_id))
+    plane.agent.join()
+    plane.agent.launches(plane.submit())
+    assert plane.job(job_id)["state"] == "SUCCEEDED"
 
 
-def test_what_lives_or_is_needed_or_cannot_be_reached_is_not_purged(house: House) -> None:
-    house.agent.join()
-    waiting = house.submit(resources={"ranks": 4})
-    house.agent.launches(waiting)
-    assert purge(house, waiting) == 409
-    house.act(waiting, "kill")
-    house.agent.ends(house.agent.launches(waiting), 0, signal=9)
-    job_id = ended(house)
+def test_what_lives_or_is_needed_or_cannot_be_reached_is_not_purged(plane: ControlPlane) -> None:
+    plane.agent.join()
+    waiting = plane.submit(resources={"ranks": 4})
+    plane.agent.launches(waiting)
+    assert purge(plane, waiting) == 409
+    plane.act(waiting, "kill")
+    plane.agent.ends(plane.agent.launches(waiting), 0, signal=9)
+    job_id = ended(plane)
     body = {"overrides": {"train": {"steps": 20}}, "from_checkpoint": "latest"}
-    clone = house.act(job_id, "clone", body)
-    refused = house.client.delete(f"/v1/jobs/{job_id}?purge_checkpoints=true")
+    clone = plane.act(job_id, "clone", body)
+    refused = plane.client.delete(f"/v1/jobs/{job_id}?purge_checkpoints=true")
     assert refused.status_code == 409
     assert clone["id"] in refused.json()["detail"]
-    house.agent.lose_lease()
-    nobody = house.client.delete(f"/v1/jobs/{waiting}?purge_checkpoints=true")
+    plane.agent.lose_lease()
+    nobody = plane.client.delete(f"/v1/jobs/{waiting}?purge_checkpoints=true")
     assert (nobody.status_code, "no live agent" in nobody.json()["detail"]) == (409, True)
 
 
-def test_a_job_that_never_ran_has_nothing_to_purge(quiet_house: House) -> None:
-    job_id = quiet_house.submit()
-    quiet_house.act(job_id, "cancel")
-    assert purge(quiet_house, job_id) == 204
+def test_a_job_that_never_ran_has_nothing_to_purge(quiet_plane: ControlPlane) -> None:
+    job_id = quiet_plane.submit()
+    quiet_plane.act(job_id, "cancel")
+    assert purge(quiet_plane, job_id) == 204
 
 
-def test_a_job_that_is_being_purged_is_not_resumed(house: House) -> None:
-    house.agent.join()
-    job_id = house.submit()
-    gang = house.agent.launches(job_id)
-    house.act(job_id, "kill")
-    house.agent.ends(gang, 0, signal=9)
-    house.in_state(job_id, "CANCELLED")
-    assert purge(house, job_id) == 202
-    assert house.client.post(f"/v1/jobs/{job_id}/resume").status_code == 409
+def test_a_job_that_is_being_purged_is_not_resumed(plane: ControlPlane) -> None:
+    plane.agent.join()
+    job_id = plane.submit()
+    gang = plane.agent.launches(job_id)
+    plane.act(job_id, "kill")
+    plane.agent.ends(gang, 0, signal=9)
+    plane.in_state(job_id, "CANCELLED")
+    assert purge(plane, job_id) == 202
+    assert plane.client.post(f"/v1/jobs/{job_id}/resume").status_code == 409
 
 
 def test_a_pinned_checkpoint_keeps_its_job() -> None:

@@ -126,12 +126,12 @@ def test_a_short_job_runs_ahead_only_if_it_ends_before_the_head_begins() -> None
 
 def test_a_job_that_lasts_takes_only_what_is_left_beside_the_head() -> None:
     # After 60 s five of eight seats are free: four for the head, one to spare.
-    house = node(slots=8)
-    lasting, runs, head = on(house, 3), on(house, 3), waiting(4)
+    plane = node(slots=8)
+    lasting, runs, head = on(plane, 3), on(plane, 3), waiting(4)
     small, large = waiting(1), waiting(2)
-    found = look([lasting, runs, head, small], [house], _1=60)
+    found = look([lasting, runs, head, small], [plane], _1=60)
     assert placed(found[small.id]) == "loom-1"
-    found = look([lasting, runs, head, large], [house], _1=60)
+    found = look([lasting, runs, head, large], [plane], _1=60)
     assert waits(found[large.id]).blocked_by == (head.id,)
 
 
@@ -153,52 +153,52 @@ def test_a_node_that_could_never_hold_the_head_is_filled() -> None:
 
 
 def test_a_job_of_higher_priority_has_the_fewest_of_the_least_important_drained() -> None:
-    house = node(slots=6)
-    old = on(house, 2)
-    young, important = on(house, 2), on(house, 2, priority=3)
+    plane = node(slots=6)
+    old = on(plane, 2)
+    young, important = on(plane, 2), on(plane, 2, priority=3)
     head = waiting(2, priority=5)
-    found = look([old, young, important, head], [house])
+    found = look([old, young, important, head], [plane])
     room = found[head.id].outcome
     assert isinstance(room, Preempt)
     assert [v.id for v in room.victims] == [young.id]
     larger = waiting(4, priority=5)
-    room = look([old, young, important, larger], [house])[larger.id].outcome
+    room = look([old, young, important, larger], [plane])[larger.id].outcome
     assert isinstance(room, Preempt)
     assert {v.id for v in room.victims} == {young.id, old.id}
 
 
 def test_one_large_victim_is_better_than_two_small_ones() -> None:
-    house = node(slots=6)
-    jobs = [on(house, 4), on(house, 1), on(house, 1)]
+    plane = node(slots=6)
+    jobs = [on(plane, 4), on(plane, 1), on(plane, 1)]
     head = waiting(3, priority=1)
-    room = look([*jobs, head], [house])[head.id].outcome
+    room = look([*jobs, head], [plane])[head.id].outcome
     assert isinstance(room, Preempt)
     assert [v.id for v in room.victims] == [jobs[0].id]
 
 
 def test_equals_and_betters_are_not_preempted_and_neither_is_what_would_not_suffice() -> None:
-    house = node(slots=4)
-    equal, weaker = on(house, 3, priority=2), on(house, 1)
+    plane = node(slots=4)
+    equal, weaker = on(plane, 3, priority=2), on(plane, 1)
     head = waiting(2, priority=2)
-    assert waits(look([equal, weaker, head], [house])[head.id]).blocked_by == (
+    assert waits(look([equal, weaker, head], [plane])[head.id]).blocked_by == (
         equal.id,
         weaker.id,
     )
 
 
 def test_room_that_is_being_made_is_waited_for_and_nobody_else_is_drained() -> None:
-    house = node(slots=4)
-    leaving, stays = on(house, 2), on(house, 2)
+    plane = node(slots=4)
+    leaving, stays = on(plane, 2), on(plane, 2)
     move = MoveAsked("preempted", "job_x", "makes room", 60.0)
     leaving = play(leaving, [move], NOW + 100).job
     assert leaving.state is JobState.RUNNING
     head, small = waiting(2, priority=5), waiting(1)
-    found = look([leaving, stays, head, small], [house], _0=60)
+    found = look([leaving, stays, head, small], [plane], _0=60)
     assert waits(found[head.id]).blocked_by == (leaving.id,)
     assert waits(found[head.id]).start_ms == NOW + 60_000
     assert isinstance(found[small.id].outcome, Waiting)
     pausing = play(stays, [PauseAsked(StopRequest())], NOW + 100).job
-    assert waits(look([leaving, pausing, head], [house])[head.id]).blocked_by
+    assert waits(look([leaving, pausing, head], [plane])[head.id]).blocked_by
 
 
 def test_a_draining_node_takes_nobody_and_holds_nobody_up() -> None:
@@ -211,23 +211,23 @@ def test_a_draining_node_takes_nobody_and_holds_nobody_up() -> None:
 
 
 def test_a_gang_for_several_nodes_is_not_starved_by_those_that_fit_on_one() -> None:
-    house = [node("a", slots=4), node("b", slots=4)]
-    runs, wide, small = on(house[0], 2), waiting(8), waiting(1)
-    found = look([runs, wide, small], house)
+    plane = [node("a", slots=4), node("b", slots=4)]
+    runs, wide, small = on(plane[0], 2), waiting(8), waiting(1)
+    found = look([runs, wide, small], plane)
     assert waits(found[wide.id]).blocked_by == (runs.id,)
     assert waits(found[small.id]).blocked_by == (wide.id,)
-    short = look([runs, wide, small], house, _0=60, _2=30)
+    short = look([runs, wide, small], plane, _0=60, _2=30)
     assert placed(short[small.id]) in {"a", "b"}
-    outcome = look([wide, small], house)[wide.id].outcome
+    outcome = look([wide, small], plane)[wide.id].outcome
     assert isinstance(outcome, Placed)
     assert len(outcome.nodes) == 2
 
 
 def test_a_gang_for_several_nodes_preempts_on_all_of_them() -> None:
-    house = [node("a", slots=2), node("b", slots=2)]
-    jobs = [on(house[0], 2), on(house[1], 2)]
+    plane = [node("a", slots=2), node("b", slots=2)]
+    jobs = [on(plane[0], 2), on(plane[1], 2)]
     wide = waiting(4, priority=1)
-    room = look([*jobs, wide], house)[wide.id].outcome
+    room = look([*jobs, wide], plane)[wide.id].outcome
     assert isinstance(room, Preempt)
     assert {victim.id for victim in room.victims} == {job.id for job in jobs}
 
@@ -235,27 +235,27 @@ def test_a_gang_for_several_nodes_preempts_on_all_of_them() -> None:
 def test_seats_that_make_no_whole_group_are_no_room_and_nobody_is_drained_for_them() -> None:
     # Once the weaker one has left, three seats of one node and one of the other are free: two
     # pairs are not.
-    house = [node("a", slots=3), node("b", slots=3)]
+    plane = [node("a", slots=3), node("b", slots=3)]
     stays = parted({"a": 2}, priority=10)
     weaker = parted({"b": 3, "a": 1})
     pairs = waiting(4, priority=5, mesh={"dp_replicate": 1, "dp_shard": 2, "tp": 2})
-    found = waits(look([stays, weaker, pairs], house)[pairs.id])
+    found = waits(look([stays, weaker, pairs], plane)[pairs.id])
     assert (set(found.blocked_by), found.start_ms) == ({stays.id, weaker.id}, None)
     # Nor is it waited for as if its end were enough.
     leaving = play(weaker, [PauseAsked(StopRequest())], NOW).job
-    found = waits(look([stays, leaving, pairs], house, _1=60)[pairs.id])
+    found = waits(look([stays, leaving, pairs], plane, _1=60)[pairs.id])
     assert (set(found.blocked_by), found.start_ms) == ({stays.id, weaker.id}, None)
-    assert waits(look([stays, leaving, pairs], house, _0=90, _1=60)[pairs.id]).start_ms == (
+    assert waits(look([stays, leaving, pairs], plane, _0=90, _1=60)[pairs.id]).start_ms == (
         NOW + 90_000
     )
 
 
 def test_only_those_are_drained_whose_seats_make_whole_groups() -> None:
     # The youngest would be the first to leave, but its seat makes no pair with any other.
-    house = [node("a", slots=3), node("b", slots=2)]
+    plane = [node("a", slots=3), node("b", slots=2)]
     stays, useful, in_vain = parted({"a": 2}, priority=9), parted({"b": 1}), parted({"a": 1})
     pair = waiting(2, priority=5, mesh={"dp_shard": 1, "tp": 2})
-    room = look([stays, useful, in_vain, pair], house)[pair.id].outcome
+    room = look([stays, useful, in_vain, pair], plane)[pair.id].outcome
     assert isinstance(room, Preempt)
     assert [victim.id for victim in room.victims] == [useful.id]
     wide = [node("a", slots=3), node("b", slots=3)]
@@ -268,14 +268,14 @@ def test_only_those_are_drained_whose_seats_make_whole_groups() -> None:
 
 def test_a_rank_that_would_break_a_pair_of_the_head_on_another_node_waits() -> None:
     # Ten ranks in pairs need all but one pair of seats; one seat of b stays taken.
-    house = [node("a"), node("b"), node("c")]
+    plane = [node("a"), node("b"), node("c")]
     running = [parted(shares, priority=9) for shares in ({"a": 4}, {"b": 1}, {"c": 2})]
     pairs = waiting(10, priority=5, mesh={"dp_replicate": 1, "dp_shard": 5, "tp": 2})
     single = waiting(1)
     jobs = [*running, pairs, single]
-    assert waits(look(jobs, house, _0=60, _2=30)[pairs.id]).start_ms == NOW + 60_000
-    assert waits(look(jobs, house, _0=60, _2=30)[single.id]).start_ms is None
-    assert placed(look(jobs, house, _0=60, _2=30, _4=20)[single.id]) == "c"
+    assert waits(look(jobs, plane, _0=60, _2=30)[pairs.id]).start_ms == NOW + 60_000
+    assert waits(look(jobs, plane, _0=60, _2=30)[single.id]).start_ms is None
+    assert placed(look(jobs, plane, _0=60, _2=30, _4=20)[single.id]) == "c"
 
 
 @settings(max_examples=60, derandomize=True)
@@ -288,7 +288,7 @@ def test_a_rank_that_would_break_a_pair_of_the_head_on_another_node_waits() -> N
 def test_who_is_drained_makes_room_and_none_of_them_in_vain(
     *, sizes: list[tuple[int, int, int]], important: list[bool]
 ) -> None:
-    house = [node("a", slots=3), node("b", slots=3), node("c", slots=3)]
+    plane = [node("a", slots=3), node("b", slots=3), node("c", slots=3)]
     there = [0, 0, 0]
     jobs = []
     for shares, strong in zip(sizes, important, strict=False):
@@ -301,10 +301,10 @@ def test_who_is_drained_makes_room_and_none_of_them_in_vain(
 
     def fits_without(gone: set[str]) -> bool:
         left = [job for job in jobs if job.id not in gone]
-        return isinstance(look([*left, pairs], house)[pairs.id].outcome, Placed)
+        return isinstance(look([*left, pairs], plane)[pairs.id].outcome, Placed)
 
     weaker = {job.id for job in jobs if job.spec.priority == 0}
-    outcome = look([*jobs, pairs], house)[pairs.id].outcome
+    outcome = look([*jobs, pairs], plane)[pairs.id].outcome
     if isinstance(outcome, Preempt):
         victims = {victim.id for victim in outcome.victims}
         assert fits_without(victims)
@@ -331,8 +331,8 @@ def test_nobody_who_was_promised_a_start_begins_later_and_everybody_begins(
 
     Their estimates are right, or unknown.
     """
-    house = node(slots=4)
-    leases = {house.id: Lease(house.incarnation, 5000)}
+    plane = node(slots=4)
+    leases = {plane.id: Lease(plane.incarnation, 5000)}
     coming: list[tuple[int, Job, int]] = []
     at_ms = NOW
     for ranks, most, lasts_s, gap_s in arrivals:
@@ -350,7 +350,7 @@ def test_nobody_who_was_promised_a_start_begins_later_and_everybody_begins(
         jobs = [*(job for _, job in running.values()), *queued]
         left = {name: end - now for name, (end, _) in running.items()}
         outlook = lasts | left if knows else {}
-        for turn in turns(jobs, usages_of([house], jobs, leases), outlook, now):
+        for turn in turns(jobs, usages_of([plane], jobs, leases), outlook, now):
             match turn.outcome:
                 case Placed() as seat:
                     assert now <= promised.get(turn.job.id, now), "begins later than was promised"

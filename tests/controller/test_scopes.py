@@ -9,7 +9,7 @@ from services.contract.words.ids import checkpoint_id
 from services.controller.api.app import ROUTERS
 from services.controller.api.guard import AccessPolicy
 from services.local.embedded_redis import EmbeddedRedis
-from tests.controller.conftest import House, job_body, open_house
+from tests.controller.conftest import ControlPlane, job_body, open_plane
 from tests.controller.test_access import BOOTSTRAP, make
 
 pytestmark = pytest.mark.redis
@@ -88,15 +88,15 @@ def test_who_is_let_in_is_written_down_for_every_route() -> None:
 
 
 @pytest.fixture(scope="module")
-def guarded(redis_server: EmbeddedRedis) -> Iterator[House]:
+def guarded(redis_server: EmbeddedRedis) -> Iterator[ControlPlane]:
     redis_server.flush()
     policy = AccessPolicy(token=BOOTSTRAP)
-    with open_house(redis_server.url, policy, leads=False, plan_wait_s=0) as house:
-        yield house
+    with open_plane(redis_server.url, policy, leads=False, plan_wait_s=0) as plane:
+        yield plane
 
 
 @pytest.fixture(scope="module")
-def tokens(guarded: House) -> dict[str, dict[str, str]]:
+def tokens(guarded: ControlPlane) -> dict[str, dict[str, str]]:
     """Headers by who asks; a job is sue's, a node is loom-1. Those who are refused come first."""
     return {
         "nobody": {},
@@ -114,7 +114,7 @@ def tokens(guarded: House) -> dict[str, dict[str, str]]:
 
 @pytest.mark.parametrize("route", LET_IN)
 def test_a_route_lets_in_whom_it_should_and_nobody_else(
-    guarded: House, tokens: dict[str, dict[str, str]], route: str
+    guarded: ControlPlane, tokens: dict[str, dict[str, str]], route: str
 ) -> None:
     made = guarded.client.post("/v1/jobs", json=job_body(), headers=tokens["sue"])
     job_id = str(made.json()["id"])

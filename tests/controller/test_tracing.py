@@ -27,7 +27,7 @@ from services.controller.domain.job.job import Job
 from services.controller.domain.job.trace import Trace
 from services.controller.domain.plans.default_plan import gang
 from services.controller.domain.scheduling.placement import GangRequest, NodeUsage, Placed, place
-from tests.controller.conftest import House
+from tests.controller.conftest import ControlPlane
 from tests.controller.histories import (
     NODE,
     NOW,
@@ -270,32 +270,32 @@ def test_facts_of_an_older_attempt_or_of_a_trace_that_nobody_knows_change_nothin
 
 
 @pytest.mark.redis
-def test_a_trace_is_asked_for_and_looked_at_through_the_api(house: House) -> None:
-    house.agent.join()
-    job_id = house.submit()
-    gang = house.agent.launches(job_id)
-    house.agent.trains(gang, [1])
-    house.in_state(job_id, "RUNNING")
-    answer = house.client.post(f"/v1/jobs/{job_id}/traces", json={"steps": 2, "ranks": [1]})
+def test_a_trace_is_asked_for_and_looked_at_through_the_api(plane: ControlPlane) -> None:
+    plane.agent.join()
+    job_id = plane.submit()
+    gang = plane.agent.launches(job_id)
+    plane.agent.trains(gang, [1])
+    plane.in_state(job_id, "RUNNING")
+    answer = plane.client.post(f"/v1/jobs/{job_id}/traces", json={"steps": 2, "ranks": [1]})
     assert answer.status_code == 202, answer.text
     asked_for = answer.json()
     path = f"/v1/jobs/{job_id}/traces/{asked_for['id']}"
     assert answer.headers["Location"] == path
     assert (asked_for["state"], asked_for["ranks"], asked_for["steps"]) == ("REQUESTED", [1], 2)
-    command = house.agent.awaits(RecordTrace, job_id)
+    command = plane.agent.awaits(RecordTrace, job_id)
     assert (command.trace_id, command.ranks) == (asked_for["id"], (1,))
     said = {"job_id": job_id, "fence": 1, "node_id": "loom-1", "trace_id": asked_for["id"]}
-    house.agent.tell(TraceOrdered.model_validate(said))
-    until(lambda: house.get(path)["state"] == "RECORDING", every_s=0.01)
-    second = house.client.post(f"/v1/jobs/{job_id}/traces")
+    plane.agent.tell(TraceOrdered.model_validate(said))
+    until(lambda: plane.get(path)["state"] == "RECORDING", every_s=0.01)
+    second = plane.client.post(f"/v1/jobs/{job_id}/traces")
     assert (second.status_code, second.json()["code"]) == (409, "trace_under_way")
     file = {"rank": 1, "path": "/x/r", "bytes": 9, "first_step": 3, "last_step": 4}
-    house.agent.tell(TraceRecorded.model_validate({**said, **file}))
-    done = until(lambda: _in_state(house, path, "DONE"), every_s=0.01)
+    plane.agent.tell(TraceRecorded.model_validate({**said, **file}))
+    done = until(lambda: _in_state(plane, path, "DONE"), every_s=0.01)
     assert done["files"] == [{**file, "node_id": "loom-1"}]
     assert done["folder"] == f"{job_id}/traces/{asked_for['id']}"
-    assert house.get(f"/v1/jobs/{job_id}/traces")["items"] == [done]
-    kinds = [event["kind"] for event in house.get(f"/v1/jobs/{job_id}/events")["items"]]
+    assert plane.get(f"/v1/jobs/{job_id}/traces")["items"] == [done]
+    kinds = [event["kind"] for event in plane.get(f"/v1/jobs/{job_id}/events")["items"]]
     assert [kind for kind in kinds if kind.startswith("trace.")] == [
         "trace.asked",
         "trace.recording",
@@ -303,20 +303,20 @@ def test_a_trace_is_asked_for_and_looked_at_through_the_api(house: House) -> Non
     ]
 
 
-def _in_state(house: House, path: str, state: str) -> dict[str, Any] | None:
-    found = house.get(path)
+def _in_state(plane: ControlPlane, path: str, state: str) -> dict[str, Any] | None:
+    found = plane.get(path)
     return found if found["state"] == state else None
 
 
 @pytest.mark.redis
 def test_what_cannot_be_recorded_is_refused_with_the_place_and_what_to_do(
-    quiet_house: House,
+    quiet_plane: ControlPlane,
 ) -> None:
-    job_id = quiet_house.submit()
+    job_id = quiet_plane.submit()
     path = f"/v1/jobs/{job_id}/traces"
 
     def pointers(body: object) -> list[str]:
-        answer = quiet_house.client.post(path, json=body)
+        answer = quiet_plane.client.post(path, json=body)
         assert answer.status_code == 422, answer.text
         return [fault["pointer"] for fault in answer.json()["errors"]]
 
@@ -325,10 +325,10 @@ def test_what_cannot_be_recorded_is_refused_with_the_place_and_what_to_do(
     assert pointers({"ranks": []}) == ["/ranks"]
     assert pointers({"ranks": [0, -1]}) == ["/ranks/1"]
     assert pointers({"ranks": "some"}) == ["/ranks"]
-    refused = quiet_house.client.post(path)
+    refused = quiet_plane.client.post(path)
     assert refused.status_code == 409
     assert "retry when it is RUNNING" in refused.json()["detail"]
-    assert quiet_house.get(path) == {"items": []}
-    missing = quiet_house.client.get(f"{path}/{named(1)}")
+    assert quiet_plane.get(path) == {"items": []}
+    missing = quiet_plane.client.get(f"{path}/{named(1)}")
     assert missing.status_code == 404
     assert named(1) in missing.json()["detail"]

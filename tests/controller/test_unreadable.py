@@ -35,7 +35,7 @@ from services.controller.domain.job.events import (
 from services.controller.domain.job.job import Job
 from services.controller.ports.machines import Log
 from tests.controller.agent_double import AgentDouble
-from tests.controller.conftest import House, job_body, open_house
+from tests.controller.conftest import ControlPlane, job_body, open_plane
 from tests.controller.histories import NODE, NOW, began, new_job, placed, play, running, votes
 from tests.controller.test_process import Controller, started, unready
 from tests.waiting import until
@@ -271,13 +271,13 @@ def test_a_lead_that_cannot_be_read_is_waited_for_and_told(redis_url: str, key: 
 @pytest.mark.redis
 def test_a_job_whose_version_is_no_number_hides_no_other_and_is_deleted(redis_url: str) -> None:
     with (
-        open_house(redis_url, AccessPolicy(), leads=False) as house,
+        open_plane(redis_url, AccessPolicy(), leads=False) as plane,
         Redis.from_url(redis_url, decode_responses=True) as redis,
     ):
-        ask = house.client
-        kept = house.submit()
+        ask = plane.client
+        kept = plane.submit()
         for field, text in (("version", "many"), ("version", ""), ("version", "0")):
-            torn = house.submit()
+            torn = plane.submit()
             redis.hset(keys.job(torn), field, text)
             redis.zadd(keys.JOBS, {torn: "inf"})
             items = ask.get("/v1/jobs").json()["items"]
@@ -298,33 +298,33 @@ def test_an_entry_that_cannot_be_read_costs_itself_and_is_logged_once(
     redis_url: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     with (
-        open_house(redis_url, AccessPolicy(), leads=False) as house,
+        open_plane(redis_url, AccessPolicy(), leads=False) as plane,
         Redis.from_url(redis_url, decode_responses=True) as redis,
     ):
-        job_id = house.submit()
+        job_id = plane.submit()
         for stream in (keys.AUDIT, keys.job_logs(job_id), keys.job_steps(job_id)):
             for number in range(100):
                 redis.xadd(stream, {keys.MESSAGE_FIELD: f'{{"of_tomorrow": {number}}}'})
             redis.xadd(stream, {"other": "x"})
         for _ in range(3):
-            trail = house.get("/v1/audit")["items"]
+            trail = plane.get("/v1/audit")["items"]
             assert {e["path"] for e in trail} == {"(unreadable)"}
-            assert house.get(f"/v1/jobs/{job_id}/logs")["items"] == []
-            assert house.get(f"/v1/jobs/{job_id}/metrics")["items"] == []
-        assert "3 cannot be read" in house.get("/readyz")["checks"]["records"]
+            assert plane.get(f"/v1/jobs/{job_id}/logs")["items"] == []
+            assert plane.get(f"/v1/jobs/{job_id}/metrics")["items"] == []
+        assert "3 cannot be read" in plane.get("/readyz")["checks"]["records"]
     told = [line for line in caplog.messages if line == "record_unreadable"]
     assert len(told) == 3
 
 
 @pytest.mark.redis
 def test_a_fact_that_is_longer_than_any_costs_itself_and_is_not_read(
-    house: House, caplog: pytest.LogCaptureFixture
+    plane: ControlPlane, caplog: pytest.LogCaptureFixture
 ) -> None:
-    house.redis.rpush(keys.ARRIVED_FACTS, "x" * (keys.LONGEST_FACT + 1))
+    plane.redis.rpush(keys.ARRIVED_FACTS, "x" * (keys.LONGEST_FACT + 1))
     many = json.dumps({"kind": "gang_launched", "pids": {f"a{n}": "x" for n in range(60_000)}})
-    house.redis.rpush(keys.ARRIVED_FACTS, many)
-    house.agent.join()
-    until(lambda: house.get("/v1/nodes")["items"])
+    plane.redis.rpush(keys.ARRIVED_FACTS, many)
+    plane.agent.join()
+    until(lambda: plane.get("/v1/nodes")["items"])
     # By what they say: a controller that lost the lead reads them once more.
     said = {
         str(vars(record)["body"]): str(vars(record)["error"])
@@ -339,12 +339,12 @@ def test_a_fact_that_is_longer_than_any_costs_itself_and_is_not_read(
 @pytest.mark.redis
 def test_telemetry_of_any_size_costs_its_job_alone(redis_url: str) -> None:
     """Every agent may add to every job's samples, and all lists and loops read them."""
-    with open_house(redis_url, AccessPolicy()) as house:
-        house.agent.join()
-        flooded, other = house.submit(resources={"ranks": 1}), house.submit(resources={"ranks": 1})
+    with open_plane(redis_url, AccessPolicy()) as plane:
+        plane.agent.join()
+        flooded, other = plane.submit(resources={"ranks": 1}), plane.submit(resources={"ranks": 1})
         for job_id in (flooded, other):
-            house.agent.trains(house.agent.launches(job_id), [1])
-            house.in_state(job_id, "RUNNING")
+            plane.agent.trains(plane.agent.launches(job_id), [1])
+            plane.in_state(job_id, "RUNNING")
         told = RankSample(
             rank=0,
             local_rank=0,
@@ -358,26 +358,26 @@ def test_telemetry_of_any_size_costs_its_job_alone(redis_url: str) -> None:
         sample = told.model_dump_json()
         for name in ("step", "memory_bytes", "seen_ms"):  # of which no float can be made
             beyond = json.dumps(json.loads(sample) | {name: 10**400})
-            house.redis.hset(keys.job_ranks(other), "0", beyond)
-            assert house.client.get("/v1/metrics").status_code == 200
-            assert len(house.get("/v1/jobs")["items"]) == 2
-        house.redis.hset(keys.job_ranks(other), "0", sample)
+            plane.redis.hset(keys.job_ranks(other), "0", beyond)
+            assert plane.client.get("/v1/metrics").status_code == 200
+            assert len(plane.get("/v1/jobs")["items"]) == 2
+        plane.redis.hset(keys.job_ranks(other), "0", sample)
         many: dict[Any, Any] = {str(rank): sample for rank in range(MOST_RANKS + 1)}
-        house.redis.hset(keys.job_ranks(flooded), mapping=many)
-        assert house.get(f"/v1/jobs/{flooded}/ranks")["items"][0]["phase"] == "PENDING"
-        assert house.get(f"/v1/jobs/{other}/ranks")["items"][0]["phase"] == "FORWARD"
-        assert "records" in house.get("/readyz")["checks"]
+        plane.redis.hset(keys.job_ranks(flooded), mapping=many)
+        assert plane.get(f"/v1/jobs/{flooded}/ranks")["items"][0]["phase"] == "PENDING"
+        assert plane.get(f"/v1/jobs/{other}/ranks")["items"][0]["phase"] == "FORWARD"
+        assert "records" in plane.get("/readyz")["checks"]
         # The bound is that of all jobs whose samples are read at once.
         for job_id in (flooded, other):
-            house.redis.delete(keys.job_ranks(job_id))
-        house.redis.hset(keys.job_ranks(other), "0", sample)
+            plane.redis.delete(keys.job_ranks(job_id))
+        plane.redis.hset(keys.job_ranks(other), "0", sample)
         long: dict[Any, Any] = {str(n): "x" * (8 << 20) for n in range(9)}
-        house.redis.hset(keys.job_ranks(flooded), mapping=long)
-        assert len(house.get("/v1/jobs")["items"]) == 2
-        assert house.get(f"/v1/jobs/{flooded}/ranks")["items"][0]["phase"] == "PENDING"
+        plane.redis.hset(keys.job_ranks(flooded), mapping=long)
+        assert len(plane.get("/v1/jobs")["items"]) == 2
+        assert plane.get(f"/v1/jobs/{flooded}/ranks")["items"][0]["phase"] == "PENDING"
         many_digits = json.dumps(json.loads(sample) | {"issued": {"g": 10**400}})
-        house.redis.hset(keys.job_ranks(other), "0", many_digits)
-        assert house.get(f"/v1/jobs/{other}/ranks")["items"][0]["phase"] == "PENDING"
+        plane.redis.hset(keys.job_ranks(other), "0", many_digits)
+        assert plane.get(f"/v1/jobs/{other}/ranks")["items"][0]["phase"] == "PENDING"
 
 
 @pytest.mark.redis
@@ -403,35 +403,35 @@ async def test_samples_of_all_jobs_together_are_bounded_and_small_ones_are_read(
 @pytest.mark.redis
 def test_records_of_any_length_and_number_cost_their_job_alone(redis_url: str) -> None:
     """Every agent may add to every job's streams, and lists and loops read them each second."""
-    with open_house(redis_url, AccessPolicy()) as house:
-        house.agent.join()
-        flooded, other = house.submit(resources={"ranks": 1}), house.submit(resources={"ranks": 1})
+    with open_plane(redis_url, AccessPolicy()) as plane:
+        plane.agent.join()
+        flooded, other = plane.submit(resources={"ranks": 1}), plane.submit(resources={"ranks": 1})
         for job_id in (flooded, other):
-            house.agent.trains(house.agent.launches(job_id), [1])
-            house.in_state(job_id, "RUNNING")
+            plane.agent.trains(plane.agent.launches(job_id), [1])
+            plane.in_state(job_id, "RUNNING")
         long = f'{{"x":[{"[]," * 1_000_000}[]]}}'
         streams = (keys.job_steps, keys.job_metrics, keys.job_logs)
         for stream in streams:
             for _ in range(3):
-                house.redis.xadd(stream(flooded), {keys.MESSAGE_FIELD: long})
+                plane.redis.xadd(stream(flooded), {keys.MESSAGE_FIELD: long})
         for _ in range(3):  # one is met at a time
-            assert len(house.get("/v1/jobs")["items"]) == 2
-            house.get(f"/v1/jobs/{flooded}/logs")
+            assert len(plane.get("/v1/jobs")["items"]) == 2
+            plane.get(f"/v1/jobs/{flooded}/logs")
         for stream in streams:
-            assert int(house.redis.memory_usage(stream(flooded)) or 0) < len(long)
-        shown = {item["id"]: item["progress"]["loss"] for item in house.get("/v1/jobs")["items"]}
+            assert int(plane.redis.memory_usage(stream(flooded)) or 0) < len(long)
+        shown = {item["id"]: item["progress"]["loss"] for item in plane.get("/v1/jobs")["items"]}
         assert shown == {flooded: 5.0, other: 5.0}
-        assert [s["step"] for s in house.get(f"/v1/jobs/{flooded}/metrics")["items"]] == [1]
+        assert [s["step"] for s in plane.get(f"/v1/jobs/{flooded}/metrics")["items"]] == [1]
 
 
 @pytest.mark.redis
 def test_measurements_of_names_that_are_no_nodes_are_not_kept(redis_url: str) -> None:
-    with open_house(redis_url, AccessPolicy()) as house:
-        AgentDouble(house.redis, "ghost").measures()
-        house.agent.join()
-        house.agent.measures()
-        until(lambda: house.redis.hexists(keys.MEASURED_NODES, f"{house.agent.node_id}/cpu"))
-        assert not house.redis.hexists(keys.MEASURED_NODES, "ghost/cpu")
+    with open_plane(redis_url, AccessPolicy()) as plane:
+        AgentDouble(plane.redis, "ghost").measures()
+        plane.agent.join()
+        plane.agent.measures()
+        until(lambda: plane.redis.hexists(keys.MEASURED_NODES, f"{plane.agent.node_id}/cpu"))
+        assert not plane.redis.hexists(keys.MEASURED_NODES, "ghost/cpu")
 
 
 @pytest.mark.redis
@@ -466,21 +466,21 @@ async def test_of_a_lease_no_more_is_read_than_one_has(redis_url: str) -> None:
 
 
 def test_an_inbox_that_its_agent_retyped_costs_nobody_else_a_command(redis_url: str) -> None:
-    with open_house(redis_url, AccessPolicy()) as house:
-        other = AgentDouble(house.redis, "loom-2")
-        house.agent.join(slots=1)
+    with open_plane(redis_url, AccessPolicy()) as plane:
+        other = AgentDouble(plane.redis, "loom-2")
+        plane.agent.join(slots=1)
         other.join(slots=1)
-        house.redis.set(keys.node_inbox("loom-2"), "mine")
-        until(lambda: len(house.get("/v1/nodes")["items"]) == 2)
-        job_id = house.submit()
+        plane.redis.set(keys.node_inbox("loom-2"), "mine")
+        until(lambda: len(plane.get("/v1/nodes")["items"]) == 2)
+        job_id = plane.submit()
         # The command to the second node is a part of the commit that this is told with.
-        gang = house.agent.launches(job_id)
-        until(lambda: house.redis.llen(keys.ARRIVED_FACTS) == 0 == house.redis.xlen(keys.FACTS))
-        house.act(job_id, "kill")
-        house.agent.ends(gang, 0, exit_code=None, signal=9)
-        events = house.get(f"/v1/jobs/{job_id}/events")["items"]
+        gang = plane.agent.launches(job_id)
+        until(lambda: plane.redis.llen(keys.ARRIVED_FACTS) == 0 == plane.redis.xlen(keys.FACTS))
+        plane.act(job_id, "kill")
+        plane.agent.ends(gang, 0, exit_code=None, signal=9)
+        events = plane.get(f"/v1/jobs/{job_id}/events")["items"]
         assert "job.placing" in [event["kind"] for event in events]
-        assert house.client.post("/v1/plans?fresh=true", json=job_body(plan="auto")).is_success
+        assert plane.client.post("/v1/plans?fresh=true", json=job_body(plan="auto")).is_success
 
 
 def overdue(job: Job) -> tuple[Job, int]:
@@ -523,21 +523,21 @@ def test_a_commit_that_no_agent_answers_is_given_up_and_training_goes_on() -> No
 
 @pytest.mark.redis
 def test_a_fact_that_makes_a_record_longer_than_redis_takes_costs_itself_alone(
-    house: House,
+    plane: ControlPlane,
 ) -> None:
-    house.agent.join()
-    job_id = house.submit(resources={"ranks": 1})
-    house.agent.trains(house.agent.launches(job_id), [1])
-    house.in_state(job_id, "RUNNING")
-    about = {"job_id": job_id, "fence": 1, "node_id": house.agent.node_id}
+    plane.agent.join()
+    job_id = plane.submit(resources={"ranks": 1})
+    plane.agent.trains(plane.agent.launches(job_id), [1])
+    plane.in_state(job_id, "RUNNING")
+    about = {"job_id": job_id, "fence": 1, "node_id": plane.agent.node_id}
     # With all that it leaves out it is twice as long.
     ranks = [{"rank": n, "pid": 0, "phase": "x" * 75} for n in range(MOST_RANKS)]
     findings = {"why": "asked", "still_s": 0, "allowed_s": 0, "ranks": ranks}
     said = about | {"kind": "gang_diagnosed", "findings": findings}
     told = json.dumps(said, separators=(",", ":"))
     assert len(told) < keys.LONGEST_FACT
-    house.redis.rpush(keys.ARRIVED_FACTS, told)
-    AgentDouble(house.redis, "loom-2").join()
-    until(lambda: len(house.get("/v1/nodes")["items"]) == 2)
-    house.agent.trains(house.agent.awaits(LaunchGang, job_id), [2])
-    assert house.job(job_id)["state"] == "RUNNING"
+    plane.redis.rpush(keys.ARRIVED_FACTS, told)
+    AgentDouble(plane.redis, "loom-2").join()
+    until(lambda: len(plane.get("/v1/nodes")["items"]) == 2)
+    plane.agent.trains(plane.agent.awaits(LaunchGang, job_id), [2])
+    assert plane.job(job_id)["state"] == "RUNNING"
