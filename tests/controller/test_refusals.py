@@ -24,7 +24,7 @@ from services.controller.ports.jobs import Change, Claim, Stored
 from services.local.embedded_redis import EmbeddedRedis
 from tests.controller.histories import NODE, finished, launched, node, placed, play, saved
 from tests.controller.profiles import FACTS, answer_to
-from tests.controller.test_store_contract import ACTOR, ASK, MEASURE, QUESTION, _code, job, plan
+from tests.controller.stores.worlds import ACTOR, ASK, MEASURE, QUESTION, job, plan, uploaded
 
 pytestmark = [pytest.mark.anyio, pytest.mark.redis]
 # What scripts and transactions of the controller write with, and one that reads.
@@ -162,14 +162,14 @@ async def _keep_answer(w: World) -> Act:
 
 async def _code_kept(w: World) -> Act:
     body = b"code"
-    return lambda: w.ports.codes.keep(_code(body), body, CodeLimits())
+    return lambda: w.ports.codes.keep(uploaded(body), body, CodeLimits())
 
 
 async def _code_forgotten(w: World) -> Act:
     epoch, body = await w.lead(), b"code"
-    await w.ports.codes.keep(_code(body), body, CodeLimits())
+    await w.ports.codes.keep(uploaded(body), body, CodeLimits())
     later = await w.ports.clock.now_ms() + 60_000
-    return lambda: w.ports.codes.forget(_code(body).digest, later, epoch)
+    return lambda: w.ports.codes.forget(uploaded(body).digest, later, epoch)
 
 
 async def _take_lead(w: World) -> Act:

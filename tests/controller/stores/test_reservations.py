@@ -9,9 +9,8 @@ from services.controller.adapters.redis import redis_ports
 from services.controller.domain.errors import DeposedError, StaleWriteError
 from services.controller.domain.scheduling.reservations import Reservation
 from services.controller.ports.pools import ENDED_KEPT
-from tests.controller.test_store_contract import World, world
+from tests.controller.stores.worlds import World
 
-__all__ = ["world"]
 pytestmark = [pytest.mark.anyio, pytest.mark.redis]
 
 

@@ -1,0 +1,256 @@
+"""Jobs and their events: what is created, committed, listed and deleted, in Redis and in memory."""
+
+import asyncio
+
+import pytest
+from redis import Redis
+
+from services.contract.api.views import StopRequest
+from services.contract.messages.commands import StopGang
+from services.contract.redis import redis_keys as keys
+from services.contract.words.states import JobState
+from services.controller.adapters.redis import redis_ports
+from services.controller.domain.decisions.dispatch import first_decision
+from services.controller.domain.errors import (
+    CursorExpiredError,
+    DeposedError,
+    KeyReusedError,
+    NotFoundError,
+    StaleWriteError,
+    StoreUnavailableError,
+)
+from services.controller.domain.job.effects import Decision, Send
+from services.controller.domain.job.events import PauseAsked
+from services.controller.ports.jobs import Change, Claim, Place, Stored
+from services.controller.ports.machines import Log
+from tests.controller.histories import NODE, node, placed, play, saved
+from tests.controller.stores.worlds import ACTOR, World, job
+
+pytestmark = [pytest.mark.anyio, pytest.mark.redis]
+
+
+async def test_a_job_comes_back_as_it_was_kept(world: World) -> None:
+    kept = await world.keep(job())
+    assert await world.ports.jobs.load(kept.job.id) == kept
+    assert [stored.job for stored in await world.ports.jobs.active()] == [kept.job]
+    with pytest.raises(NotFoundError):
+        await world.ports.jobs.load("job_" + "0" * 26)
+
+
+async def test_a_claim_answers_the_first_job_again_and_refuses_another_body(world: World) -> None:
+    claim = Claim("alice", "key", "digest")
+    assert await world.ports.jobs.claimed(claim) is None
+    first = await world.keep(job(), claim)
+    again = await world.keep(job(), claim)
+    assert again == first
+    assert await world.ports.jobs.claimed(claim) == first
+    assert len(await world.ports.jobs.page(None, 10)) == 1
+    with pytest.raises(KeyReusedError):
+        await world.keep(job(), Claim("alice", "key", "other"))
+    with pytest.raises(KeyReusedError):
+        await world.ports.jobs.claimed(Claim("alice", "key", "other"))
+
+
+async def test_a_claim_is_of_its_subject_alone(world: World) -> None:
+    hers, his = Claim("alice", "key", "digest"), Claim("bob", "key", "another")
+    first = await world.keep(job(), hers)
+    assert await world.ports.jobs.claimed(his) is None
+    second = await world.keep(job(), his)
+    assert second.job.id != first.job.id
+    assert await world.ports.jobs.claimed(hers) == first
+
+
+async def test_a_decision_is_committed_as_a_whole(world: World) -> None:
+    before = await world.keep(job())
+    decision = play(before.job, [placed(before.job), *saved(before.job, 10)])
+    after = await world.ports.jobs.commit(Change(before, decision, ACTOR))
+    assert await world.ports.jobs.load(before.job.id) == after
+    assert after.version == before.version + 1
+    kinds = [c.kind for c in world.outside.inbox(NODE)]
+    assert kinds == ["launch_gang", "commit_checkpoint"]
+    events = await world.ports.telemetry.read(before.job.id, Log.EVENTS, None, 100)
+    assert len(events) == 1 + len(decision.notes)
+    assert '"req-1"' in events[-1].body
+    removed = after.job.model_copy(update={"checkpoints": {}})
+    await world.ports.jobs.commit(Change(after, Decision(removed), ACTOR))
+    assert (await world.ports.jobs.load(before.job.id)).job.checkpoints == {}
+
+
+async def test_the_events_of_all_jobs_stand_in_one_feed_in_the_order_of_the_writes(
+    world: World,
+) -> None:
+    ports = world.ports
+    assert await ports.events.newest() == "0-0"
+    first = await world.keep(job(name="first"))
+    second = await world.keep(job(name="second"))
+    decision = play(first.job, [placed(first.job)])
+    await ports.jobs.commit(Change(first, decision, ACTOR))
+    lost = job(name="third")
+    epoch = await ports.leadership.take("a")
+    assert epoch is not None
+    assert await ports.jobs.restore(first_decision(lost), ACTOR, epoch)
+    entries = await ports.events.read(None, 100)
+    placings = [first.job.id] * len(decision.notes)
+    ids = [entry.job_id for entry in entries]
+    assert ids == [first.job.id, second.job.id, *placings, lost.id]
+    log = await ports.telemetry.read(first.job.id, Log.EVENTS, None, 100)
+    of_first = [entry.body for entry in entries if entry.job_id == first.job.id]
+    assert of_first == [entry.body for entry in log]
+    assert await ports.events.newest() == entries[-1].id
+    assert await ports.events.read(entries[1].id, 2) == entries[2:4]
+    await ports.events.wait(entries[0].id, 60)
+
+
+async def test_a_reader_of_the_feed_is_told_that_events_were_trimmed(redis_url: str) -> None:
+    async with redis_ports(redis_url) as ports:
+        for _ in range(3):
+            await ports.jobs.create(first_decision(job()), ACTOR, None)
+        entries = await ports.events.read(None, 100)
+        with Redis.from_url(redis_url) as redis:
+            redis.xtrim(keys.EVENT_FEED, maxlen=1, approximate=False)
+        assert await ports.events.read(None, 100) == entries[-1:]
+        with pytest.raises(CursorExpiredError):
+            await ports.events.read(entries[0].id, 100)
+        with Redis.from_url(redis_url) as redis:
+            redis.set(keys.EVENT_FEED, "of another type")
+        await ports.jobs.create(first_decision(job(name="kept-all-the-same")), ACTOR, None)
+
+
+async def test_a_stale_writer_writes_nothing(world: World) -> None:
+    before = await world.keep(job())
+    decision = play(before.job, [placed(before.job)])
+    await world.ports.jobs.commit(Change(before, decision, ACTOR))
+    with pytest.raises(StaleWriteError):
+        await world.ports.jobs.commit(Change(before, decision, ACTOR))
+    assert len(world.outside.inbox(NODE)) == 1
+
+
+async def test_a_lower_fence_is_refused_even_with_the_right_version(world: World) -> None:
+    before = await world.keep(job())
+    decision = play(before.job, [placed(before.job)])
+    after = await world.ports.jobs.commit(Change(before, decision, ACTOR))
+    older = Change(Stored(after.job, after.version), Decision(before.job), ACTOR)
+    with pytest.raises(StaleWriteError):
+        await world.ports.jobs.commit(older)
+
+
+async def test_a_deposed_leader_writes_nothing(world: World) -> None:
+    lead = world.ports.leadership
+    first = await lead.take("a")
+    assert first is not None
+    assert await lead.take("b") is None
+    assert await lead.renew("a")
+    assert not await lead.renew("b")
+    await lead.release("b")
+    await lead.release("a")
+    second = await lead.take("b")
+    assert second == first + 1
+    before = await world.keep(job())
+    change = Change(before, play(before.job, [placed(before.job)]), ACTOR)
+    with pytest.raises(DeposedError):
+        await world.ports.jobs.commit(change, first)
+    with pytest.raises(DeposedError):
+        await world.ports.nodes.put(node(), first, None)
+    kill = StopGang(job_id=before.job.id, fence=1, mode="kill")
+    with pytest.raises(DeposedError):
+        await world.ports.jobs.send((Send(NODE, kill),), first)
+    assert world.outside.inbox(NODE) == []
+    await world.ports.jobs.send((Send(NODE, kill),), second)
+    await world.ports.jobs.commit(change, second)
+    assert [c.kind for c in world.outside.inbox(NODE)] == ["stop_gang", "launch_gang"]
+
+
+async def test_a_deleted_job_is_gone_with_all_of_its_own(world: World) -> None:
+    kept = await world.keep(job())
+    world.outside.output(kept.job.id, "x")
+    with pytest.raises(StaleWriteError):
+        await world.ports.jobs.delete(Stored(kept.job, 99))
+    await world.ports.jobs.delete(kept)
+    with pytest.raises(NotFoundError):
+        await world.ports.jobs.load(kept.job.id)
+    with pytest.raises(NotFoundError):
+        await world.ports.jobs.commit(Change(kept, Decision(kept.job), ACTOR))
+    assert await world.ports.jobs.page(None, 10) == []
+    assert await world.ports.telemetry.read(kept.job.id, Log.OUTPUT, None, 10) == []
+
+
+async def test_a_job_is_deleted_together_with_a_commit_of_another_or_not_at_all(
+    world: World,
+) -> None:
+    before, doomed = await world.keep(job()), await world.keep(job(created_ms=6))
+    decision = play(before.job, [placed(before.job)])
+    stale = Stored(doomed.job, 99)
+    with pytest.raises(StaleWriteError):
+        await world.ports.jobs.commit(Change(before, decision, ACTOR, deletes=stale))
+    assert await world.ports.jobs.load(before.job.id) == before
+    assert await world.ports.jobs.load(doomed.job.id) == doomed
+    after = await world.ports.jobs.commit(Change(before, decision, ACTOR, deletes=doomed))
+    assert await world.ports.jobs.active() == [after]
+    assert len(world.outside.inbox(NODE)) == 1
+    assert await world.ports.telemetry.read(doomed.job.id, Log.EVENTS, None, 10) == []
+    assert [s.job.id for s in await world.ports.jobs.page(None, 10)] == [before.job.id]
+
+
+@pytest.mark.parametrize("with_another", [False, True])
+async def test_only_a_deleted_job_that_storage_may_know_is_remembered(
+    world: World,
+    with_another: bool,  # noqa: FBT001 a parameter of the test
+) -> None:
+    other = await world.keep(job())
+    idle = await world.keep(job(created_ms=6))
+    ran = await world.keep(job(created_ms=7))
+    ran = await world.ports.jobs.commit(Change(ran, play(ran.job, [placed(ran.job)]), ACTOR))
+    for doomed in (idle, ran):
+        if with_another:
+            empty = Change(other, Decision(other.job), ACTOR, deletes=doomed)
+            other = await world.ports.jobs.commit(empty)
+        else:
+            await world.ports.jobs.delete(doomed)
+    assert not await world.ports.jobs.was_deleted(idle.job.id)
+    assert await world.ports.jobs.was_deleted(ran.job.id)
+
+
+async def test_pages_go_from_new_to_old_and_bear_equal_times(world: World) -> None:
+    kept = [await world.keep(job(created)) for created in (1, 2, 2, 2, 3)]
+    expected = sorted((Place(s.job.created_ms, s.job.id) for s in kept), reverse=True)
+    seen: list[Place] = []
+    place = None
+    while page := await world.ports.jobs.page(place, 2):
+        seen += [Place(s.job.created_ms, s.job.id) for s in page]
+        place = seen[-1]
+    assert seen == expected
+
+
+async def test_paused_jobs_are_counted_but_not_active(world: World) -> None:
+    before = await world.keep(job())
+    paused = play(before.job, [PauseAsked(StopRequest())])
+    await world.ports.jobs.commit(Change(before, paused, ACTOR))
+    assert await world.ports.jobs.active() == []
+    counts = await world.ports.jobs.counts()
+    assert counts[JobState.PAUSED] == 1
+    assert sum(counts.values()) == 1
+
+
+async def test_a_commit_wakes_who_listens(world: World) -> None:
+    kept = await world.keep(job())
+    async with world.ports.listen() as waker:
+        waiting = asyncio.create_task(waker.wait(60))
+        await asyncio.sleep(0)
+        assert not waiting.done()
+        change = Change(kept, play(kept.job, [placed(kept.job)]), ACTOR)
+        await world.ports.jobs.commit(change)
+        async with asyncio.timeout(20):
+            await waiting
+        await waker.wait(0.01)
+    assert await world.ports.clock.now_ms() > 0
+
+
+async def test_an_absent_redis_is_said_in_the_words_of_the_ports() -> None:
+    async with redis_ports("redis://127.0.0.1:1/0") as ports:
+        with pytest.raises(StoreUnavailableError):
+            await ports.jobs.active()
+        with pytest.raises(StoreUnavailableError):
+            await ports.leadership.take("a")
+        with pytest.raises(StoreUnavailableError):
+            async with ports.listen():
+                pass

@@ -1,0 +1,111 @@
+"""Nodes, their leases and their facts, in Redis and in memory."""
+
+import pytest
+
+from services.contract.words.states import NodeState
+from services.controller.domain.errors import DeposedError, NotFoundError, StaleWriteError
+from services.controller.domain.scheduling.node import Drain, Measurement
+from tests.controller.histories import node
+from tests.controller.profiles import FACTS
+from tests.controller.stores.worlds import World
+
+pytestmark = [pytest.mark.anyio, pytest.mark.redis]
+
+
+async def test_facts_come_until_they_are_acknowledged(world: World) -> None:
+    facts = world.ports.facts
+    await facts.prepare()
+    await facts.prepare()
+    assert await facts.next(10, 0.01) == []
+    for number in range(3):
+        world.outside.fact(str(number))
+    first = await facts.next(2, 1)
+    assert [entry.body for entry in first] == ["0", "1"]
+    assert [entry.body for entry in await facts.next(2, 1)] == ["2"]
+    assert [entry.body for entry in await facts.unacknowledged(10)] == ["0", "1", "2"]
+    await facts.acknowledge([entry.id for entry in first])
+    assert [entry.body for entry in await facts.unacknowledged(10)] == ["2"]
+
+
+async def test_nodes_and_leases_are_kept_apart(world: World) -> None:
+    epoch = await world.ports.leadership.take("a")
+    assert epoch is not None
+    await world.ports.nodes.put(node("b"), epoch, None)
+    await world.ports.nodes.put(node("a"), epoch, None)
+    world.outside.lease("a", "life-1")
+    assert [n.id for n in await world.ports.nodes.nodes()] == ["a", "b"]
+    leases = await world.ports.nodes.leases(["a", "b"])
+    assert list(leases) == ["a"]
+    assert leases["a"].incarnation == "life-1"
+    assert 0 < leases["a"].left_ms <= 5000
+
+
+async def test_a_drain_stands_whatever_the_leader_writes_of_the_node(world: World) -> None:
+    epoch = await world.ports.leadership.take("a")
+    assert epoch is not None
+    nodes = world.ports.nodes
+    with pytest.raises(NotFoundError):
+        await nodes.drain("a", Drain(asked_ms=1))
+    await nodes.put(node("a"), epoch, None)
+    (before,) = await nodes.nodes()
+    await nodes.drain("a", Drain(asked_ms=1, grace_s=5))
+    await nodes.put(before, epoch, None)
+    (draining,) = await nodes.nodes()
+    assert draining.drain == Drain(asked_ms=1, grace_s=5)
+    assert draining.shown_state is NodeState.DRAINING
+    await nodes.put(draining, epoch, None)
+    await nodes.drain("a", None)
+    assert [n.shown_state for n in await nodes.nodes()] == [NodeState.READY]
+
+
+async def test_a_node_that_joined_meanwhile_is_not_overwritten(world: World) -> None:
+    epoch = await world.ports.leadership.take("a")
+    assert epoch is not None
+    nodes = world.ports.nodes
+    await nodes.put(node("a"), epoch, None)
+    (before,) = await nodes.nodes()
+    joined = before.model_copy(update={"incarnation": "life-2", "fact_id": "2-0"})
+    await nodes.put(joined, epoch, before)
+    with pytest.raises(StaleWriteError):
+        await nodes.put(before.model_copy(update={"state": NodeState.LOST}), epoch, before)
+    with pytest.raises(StaleWriteError):
+        await nodes.put(node("b"), epoch, node("b"))
+    assert await nodes.nodes() == [joined]
+
+
+async def test_a_node_is_forgotten_with_all_of_its_own_unless_it_lives(world: World) -> None:
+    epoch = await world.ports.leadership.take("a")
+    assert epoch is not None
+    nodes = world.ports.nodes
+    for name in ("a", "a-2"):
+        await nodes.put(node(name), epoch, None)
+        await nodes.drain(name, Drain(asked_ms=1))
+        await nodes.keep_measured(name, "cpu", Measurement(at_ms=1), epoch)
+    known, other = await nodes.nodes()
+    assert [await nodes.node(name) for name in ("a", "a-2", "a-3")] == [known, other, None]
+    with pytest.raises(DeposedError):
+        await nodes.forget(known, epoch + 1)
+    with pytest.raises(StaleWriteError):
+        await nodes.forget(known.model_copy(update={"fact_id": "2-0"}), None)
+    await nodes.forget(known, epoch)
+    assert await nodes.nodes() == [other]
+    await nodes.put(node("a"), epoch, None)
+    assert (await nodes.nodes())[0] == node("a")
+    world.outside.lease("a", "life-1")
+    with pytest.raises(StaleWriteError):
+        await nodes.forget(node("a"), None)
+
+
+async def test_what_a_node_measured_stands_whatever_the_leader_writes_of_it(world: World) -> None:
+    epoch = await world.ports.leadership.take("a")
+    assert epoch is not None
+    nodes = world.ports.nodes
+    await nodes.put(node("a"), epoch, None)
+    await nodes.put(node("b"), epoch, None)
+    found = Measurement(facts=FACTS, at_ms=7)
+    await nodes.keep_measured("a", "cpu", found, epoch)
+    for known in await nodes.nodes():
+        await nodes.put(known, epoch, None)
+    assert {n.id: n.measured for n in await nodes.nodes()} == {"a": {"cpu": found}, "b": {}}
+    with pytest.raises(DeposedError):
+        await nodes.keep_measured("a", "cpu", found, epoch - 1)

@@ -1,0 +1,169 @@
+"""Plans, questions to nodes and their answers, in Redis and in memory."""
+
+import asyncio
+
+import pytest
+from redis import Redis
+
+from services.contract.messages.probing import ModelProbed, ProbeFailure
+from services.contract.redis import redis_keys as keys
+from services.contract.words.states import PlanState
+from services.controller.adapters.redis import redis_ports
+from services.controller.domain.errors import DeposedError, NotFoundError
+from services.controller.domain.plans.pace import PACES_KEPT, Pace
+from services.controller.domain.plans.plan import Plan, fail
+from services.controller.domain.scheduling.node import Measurement
+from services.controller.ports.jobs import Place
+from tests.controller.histories import NODE
+from tests.controller.profiles import answer_to
+from tests.controller.stores.worlds import ASK, ASK_ID, MEASURE, QUESTION, World, plan
+
+pytestmark = [pytest.mark.anyio, pytest.mark.redis]
+
+
+async def test_of_an_owners_plans_the_oldest_that_are_made_are_forgotten(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(keys, "PLANS_KEPT", 3)
+    plans = world.ports.plans
+
+    def made(number: int, owner: str = "sue") -> Plan:
+        return plan(number).model_copy(update={"owner": owner, "created_ms": 1_000_000 + number})
+
+    first, of_sam, second = made(1), made(2, "sam"), made(3)
+    for each in (first, of_sam, second):
+        await plans.keep(each, ASK, None)
+    await plans.conclude(fail(second, "crashed", "it crashed"))
+    later = [made(number) for number in range(4, 7)]
+    for each in later:
+        await plans.keep(each, ASK, None)
+    # The first is being made yet, and nobody takes another's place.
+    expected = [each.id for each in (*later[::-1], of_sam, first)]
+    assert [each.id for each in await plans.page(None, 9)] == expected
+    with pytest.raises(NotFoundError):
+        await plans.load(second.id)
+    late = plan(7).model_copy(
+        update={"owner": "sue", "created_ms": 1_100_000, "answer_by_ms": 1_160_000}
+    )
+    await plans.keep(late, ASK, None)
+    assert first.id not in [each.id for each in await plans.page(None, 9)]
+
+
+async def test_a_plan_is_kept_with_its_question_which_is_asked_once(world: World) -> None:
+    plans = world.ports.plans
+    assert await plans.keep(plan(), ASK, MEASURE) == "asked"
+    assert await plans.keep(plan(1), ASK, MEASURE) == "pending"
+    assert await plans.load(plan(1).id) == plan(1)
+    assert world.outside.inbox(NODE) == [MEASURE.command, QUESTION]
+    for absent in (plan(2).id, "plan_of_nothing", "ml:jobs"):
+        with pytest.raises(NotFoundError):
+            await plans.load(absent)
+
+
+async def test_plans_are_listed_newest_first_page_by_page(world: World) -> None:
+    plans = world.ports.plans
+    made = [
+        plan(number).model_copy(update={"created_ms": 1_000_000 + number // 3})
+        for number in range(8)
+    ]
+    for each in made:
+        await plans.keep(each, ASK, None)
+    expected = sorted((Place(each.created_ms, each.id) for each in made), reverse=True)
+    seen: list[Place] = []
+    while page := await plans.page(seen[-1] if seen else None, 3):
+        assert len(page) <= 3
+        seen += [Place(each.created_ms, each.id) for each in page]
+    assert seen == expected
+    concluded = fail(made[0], "crashed", "it crashed")
+    await plans.conclude(concluded)
+    assert (await plans.page(None, 8))[-1] == concluded
+
+
+async def test_a_node_is_asked_to_measure_once_until_it_has_told(world: World) -> None:
+    epoch = await world.ports.leadership.take("a")
+    assert epoch is not None
+    for number in range(2):
+        await world.ports.plans.keep(plan(number), ASK, MEASURE)
+    assert world.outside.inbox(NODE).count(MEASURE.command) == 1
+    await world.ports.nodes.keep_measured(NODE, "cpu", Measurement(failure="busy", at_ms=1), epoch)
+    await world.ports.plans.keep(plan(2), ASK, MEASURE)
+    assert world.outside.inbox(NODE).count(MEASURE.command) == 2
+
+
+async def test_an_answer_is_kept_for_all_who_ask_the_same_until_one_asks_again(
+    world: World,
+) -> None:
+    plans = world.ports.plans
+    epoch = await world.ports.leadership.take("a")
+    assert epoch is not None
+    await plans.keep(plan(), ASK, None)
+    assert await plans.answer(QUESTION.probe_id) is None
+    await plans.wait(QUESTION.probe_id, 0.01)
+    with pytest.raises(DeposedError):
+        await plans.keep_answer(answer_to(QUESTION), epoch - 1)
+    for _ in range(2):
+        await plans.keep_answer(answer_to(QUESTION), epoch)
+    async with asyncio.timeout(20):
+        await plans.wait(QUESTION.probe_id, 60)
+    assert await plans.answer(QUESTION.probe_id) == answer_to(QUESTION)
+    assert await plans.keep(plan(1), ASK, None) == "cached"
+    assert world.outside.inbox(NODE) == [QUESTION]
+    assert await plans.keep(plan(2), ASK, None, fresh=True) == "asked"
+    assert await plans.answer(QUESTION.probe_id) is None
+    assert world.outside.inbox(NODE) == [QUESTION, QUESTION]
+    # Who was asked may be gone: one who asks again does not wait for that.
+    assert await plans.keep(plan(3), ASK, None) == "pending"
+    assert await plans.keep(plan(4), ASK, None, fresh=True) == "asked"
+
+
+async def test_how_long_steps_took_is_kept_with_the_profile_newest_first(world: World) -> None:
+    plans = world.ports.plans
+    assert await plans.paces(ASK_ID) == []
+    paces = [
+        Pace(job_id="job", fence=n, kind="k", foreseen_s=1, taken_s=n)
+        for n in range(PACES_KEPT + 2)
+    ]
+    for each in paces:
+        await plans.keep_pace(ASK_ID, each)
+    assert await plans.paces(ASK_ID) == paces[:1:-1]
+
+
+async def test_the_first_conclusion_of_a_plan_stands(world: World) -> None:
+    plans = world.ports.plans
+    with pytest.raises(NotFoundError):
+        await plans.conclude(plan())
+    await plans.keep(plan(), ASK, None)
+    failed = fail(plan(), "crashed", "it crashed")
+    assert await plans.conclude(failed) == failed
+    late = plan().model_copy(update={"state": PlanState.READY})
+    assert await plans.conclude(late) == failed
+    assert await plans.load(plan().id) == failed
+
+
+async def test_a_failure_is_forgotten_sooner_than_a_profile(redis_url: str) -> None:
+    failure = ProbeFailure(code="timed_out", reason="too slow")
+    async with redis_ports(redis_url) as ports:
+        epoch = await ports.leadership.take("a")
+        assert epoch is not None
+        with Redis.from_url(redis_url, decode_responses=True) as redis:
+            await ports.plans.keep(plan(), ASK, None)
+            lives = {redis.ttl(keys.plan(plan().id)), redis.ttl(keys.probe_asked(ASK_ID))}
+            lives.add(redis.ttl(keys.PLANS))
+            assert all(0 < life <= keys.PLAN_TTL_S for life in lives)
+            # What the list still has of a plan that is gone is passed over, and goes with the next.
+            redis.delete(keys.plan(plan().id))
+            assert await ports.plans.page(None, 10) == []
+            week_ms = keys.PLAN_TTL_S * 1000
+            later = plan(1).model_copy(
+                update={
+                    "created_ms": plan().created_ms + week_ms,
+                    "answer_by_ms": plan().answer_by_ms + week_ms,
+                }
+            )
+            await ports.plans.keep(later, ASK, None)
+            assert redis.zrange(keys.PLANS, 0, -1) == [later.id]
+            assert await ports.plans.page(None, 10) == [later]
+            failed = ModelProbed(probe_id=ASK_ID, node_id=NODE, took_s=1, failure=failure)
+            for answer, life_s in ((failed, 60), (answer_to(QUESTION), 86_400)):
+                await ports.plans.keep_answer(answer, epoch)
+                assert life_s - 10 < redis.ttl(keys.probe(ASK_ID)) <= life_s

@@ -1,0 +1,107 @@
+"""What ranks tell, in Redis and in memory."""
+
+import pytest
+from redis import Redis
+
+from services.contract.api.views import StopRequest
+from services.contract.messages.telemetry import MetricRecord, RankStacks, StepRecord
+from services.contract.redis import redis_keys as keys
+from services.controller.adapters.redis import redis_ports
+from services.controller.domain.decisions.history import Occurrence
+from services.controller.domain.errors import CursorExpiredError
+from services.controller.domain.job.events import KillAsked, PauseAsked, ResumeAsked
+from services.controller.ports.machines import Log
+from services.controller.use_cases.change import apply_events
+from tests.controller.histories import NODE
+from tests.controller.stores.worlds import ACTOR, OutsideRedis, World, job
+
+pytestmark = [pytest.mark.anyio, pytest.mark.redis]
+
+
+async def test_what_a_job_told_is_kept_for_some_days_after_its_end(redis_url: str) -> None:
+    with Redis.from_url(redis_url, decode_responses=True) as redis:
+        async with redis_ports(redis_url, telemetry_kept_s=1_000) as ports:
+            world = World(ports, OutsideRedis(redis))
+            stored = await world.keep(job())
+            name = stored.job.id
+            world.outside.step(
+                name, StepRecord(step=1, fence=1, loss=1, tokens_per_s=1, step_time_s=1)
+            )
+            world.outside.output(name, "{}")
+            world.outside.metric(name, MetricRecord(step=1, fence=1, values={"hits": 1}))
+            streams = (
+                keys.job_steps(name),
+                keys.job_metrics(name),
+                keys.job_logs(name),
+                keys.job_history(name),
+            )
+            for event, kept in (
+                (PauseAsked(StopRequest()), False),
+                (KillAsked(), True),
+                (ResumeAsked(), False),
+            ):
+                happened = [Occurrence(event, 10)]
+                stored = await apply_events(ports, name, happened, ACTOR)
+                found = [redis.ttl(stream) for stream in streams]
+                assert all(0 < left <= 1_000 if kept else left == -1 for left in found), event
+            assert redis.ttl(keys.job_events(name)) == -1
+
+
+async def test_metrics_of_users_are_kept_by_job(world: World) -> None:
+    one, other = job().id, job().id
+    telemetry = world.ports.telemetry
+    records = [MetricRecord(step=n, fence=1, values={"hits": n / 7, "gap": None}) for n in (1, 2)]
+    for record in records:
+        world.outside.metric(one, record)
+    assert await telemetry.metrics(one) == records
+    assert await telemetry.metrics(other) == []
+    assert await telemetry.last_metrics([other, one], 1) == {other: [], one: records[1:]}
+
+
+async def test_output_is_read_behind_a_cursor_until_it_is_trimmed(world: World) -> None:
+    name = job().id
+    telemetry = world.ports.telemetry
+    for number in range(5):
+        world.outside.output(name, str(number))
+    first = await telemetry.read(name, Log.OUTPUT, None, 2)
+    rest = await telemetry.read(name, Log.OUTPUT, first[-1].id, 10)
+    assert [entry.body for entry in first + rest] == ["0", "1", "2", "3", "4"]
+    await telemetry.wait(name, Log.OUTPUT, first[-1].id, 10)
+    await telemetry.wait(name, Log.OUTPUT, rest[-1].id, 0.01)
+    world.outside.trim(name)
+    with pytest.raises(CursorExpiredError):
+        await telemetry.read(name, Log.OUTPUT, first[-1].id, 10)
+    assert [entry.body for entry in await telemetry.read(name, Log.OUTPUT, None, 9)] == ["4"]
+
+
+async def test_stacks_of_a_rank_take_the_place_of_those_before_and_go_with_the_job(
+    world: World,
+) -> None:
+    stored = await world.keep(job())
+    job_id = stored.job.id
+    telemetry = world.ports.telemetry
+    assert await telemetry.stacks(job_id) == []
+    await telemetry.keep_stacks(job_id, [])
+    await telemetry.keep_stacks(job_id, [stacks(1, "old"), stacks(0, "a")])
+    await telemetry.keep_stacks(job_id, [stacks(1, "new")])
+    assert await telemetry.stacks(job_id) == [stacks(0, "a"), stacks(1, "new")]
+    await world.ports.jobs.delete(stored)
+    assert await telemetry.stacks(job_id) == []
+
+
+def stacks(rank: int, text: str) -> RankStacks:
+    return RankStacks(rank=rank, fence=1, node_id=NODE, text=text)
+
+
+async def test_steps_come_back_in_their_order(world: World) -> None:
+    name, other = job().id, job().id
+    records = [
+        StepRecord(step=n, fence=1, loss=1.0, tokens_per_s=1, step_time_s=1) for n in (1, 2, 3)
+    ]
+    for record in records:
+        world.outside.step(name, record)
+    assert await world.ports.telemetry.steps(name) == records
+    last = await world.ports.telemetry.last_steps([name, other], 2)
+    assert last == {name: records[1:], other: []}
+    assert await world.ports.telemetry.samples([name]) == {name: {}}
+    assert await world.ports.telemetry.progress([name]) == {name: {}}
