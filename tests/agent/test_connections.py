@@ -33,4 +33,6 @@ def test_connections_on_which_is_sent_again_are_told_with_their_ends(tmp_path: P
 
 def test_a_process_that_is_gone_has_none(tmp_path: Path) -> None:
     assert list(_sent_again(tmp_path / "none")) == []
+    (tmp_path / "ending").touch()
+    assert list(_sent_again(tmp_path / "ending")) == []
     assert unanswered(1 << 22) == ()

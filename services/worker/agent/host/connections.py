@@ -55,7 +55,8 @@ def _sent_again(table: Path) -> Iterator[tuple[str, Unanswered]]:
     """Connections of a network namespace, by inode, on which was sent again without an answer."""
     try:
         with table.open("rb") as file:
-            _, *lines = file.read(_MOST_TABLE).decode("ascii", "replace").splitlines()
+            # Of a process that ends just now the table is empty, without its headline.
+            lines = file.read(_MOST_TABLE).decode("ascii", "replace").splitlines()[1:]
     except OSError:
         return
     for line in lines:
