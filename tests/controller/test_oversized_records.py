@@ -1,0 +1,181 @@
+"""What an agent wrote too long or too often costs its own job or node: reads are bounded."""
+
+import json
+from typing import Any
+
+import pytest
+from redis import Redis
+
+from services.contract.messages.commands import LaunchGang
+from services.contract.messages.telemetry import RankSample
+from services.contract.redis import redis_keys as keys
+from services.contract.words.bounds import MOST_RANKS
+from services.contract.words.ids import new_job_id
+from services.controller.adapters.redis import redis_ports
+from services.controller.api.guard import AccessPolicy
+from services.controller.ports.machines import Log
+from tests.controller.agent_double import AgentDouble
+from tests.controller.conftest import ControlPlane, open_plane
+from tests.controller.histories import NODE
+from tests.waiting import until
+
+
+@pytest.mark.redis
+def test_a_fact_that_is_longer_than_any_costs_itself_and_is_not_read(
+    plane: ControlPlane, caplog: pytest.LogCaptureFixture
+) -> None:
+    plane.redis.rpush(keys.ARRIVED_FACTS, "x" * (keys.LONGEST_FACT + 1))
+    many = json.dumps({"kind": "gang_launched", "pids": {f"a{n}": "x" for n in range(60_000)}})
+    plane.redis.rpush(keys.ARRIVED_FACTS, many)
+    plane.agent.join()
+    until(lambda: plane.get("/v1/nodes")["items"])
+    # By what they say: a controller that lost the lead reads them once more.
+    said = {
+        str(vars(record)["body"]): str(vars(record)["error"])
+        for record in caplog.records
+        if record.msg == "unreadable_fact"
+    }
+    assert len(said) == 2
+    assert all(len(body) < 1_000 and len(error) < 3_000 for body, error in said.items())
+    assert f'"bytes":{keys.LONGEST_FACT + 1}' in next(iter(said))
+
+
+@pytest.mark.redis
+def test_telemetry_of_any_size_costs_its_job_alone(redis_url: str) -> None:
+    """Every agent may add to every job's samples, and all lists and loops read them."""
+    with open_plane(redis_url, AccessPolicy()) as plane:
+        plane.agent.join()
+        flooded, other = plane.submit(resources={"ranks": 1}), plane.submit(resources={"ranks": 1})
+        for job_id in (flooded, other):
+            plane.agent.trains(plane.agent.launches(job_id), [1])
+            plane.in_state(job_id, "RUNNING")
+        told = RankSample(
+            rank=0,
+            local_rank=0,
+            fence=1,
+            node_id=NODE,
+            device="cpu",
+            pid=1,
+            phase="FORWARD",
+            step=1,
+        )
+        sample = told.model_dump_json()
+        for name in ("step", "memory_bytes", "seen_ms"):  # of which no float can be made
+            beyond = json.dumps(json.loads(sample) | {name: 10**400})
+            plane.redis.hset(keys.job_ranks(other), "0", beyond)
+            assert plane.client.get("/v1/metrics").status_code == 200
+            assert len(plane.get("/v1/jobs")["items"]) == 2
+        plane.redis.hset(keys.job_ranks(other), "0", sample)
+        many: dict[Any, Any] = {str(rank): sample for rank in range(MOST_RANKS + 1)}
+        plane.redis.hset(keys.job_ranks(flooded), mapping=many)
+        assert plane.get(f"/v1/jobs/{flooded}/ranks")["items"][0]["phase"] == "PENDING"
+        assert plane.get(f"/v1/jobs/{other}/ranks")["items"][0]["phase"] == "FORWARD"
+        assert "records" in plane.get("/readyz")["checks"]
+        # The bound is that of all jobs whose samples are read at once.
+        for job_id in (flooded, other):
+            plane.redis.delete(keys.job_ranks(job_id))
+        plane.redis.hset(keys.job_ranks(other), "0", sample)
+        long: dict[Any, Any] = {str(n): "x" * (8 << 20) for n in range(9)}
+        plane.redis.hset(keys.job_ranks(flooded), mapping=long)
+        assert len(plane.get("/v1/jobs")["items"]) == 2
+        assert plane.get(f"/v1/jobs/{flooded}/ranks")["items"][0]["phase"] == "PENDING"
+        many_digits = json.dumps(json.loads(sample) | {"issued": {"g": 10**400}})
+        plane.redis.hset(keys.job_ranks(other), "0", many_digits)
+        assert plane.get(f"/v1/jobs/{other}/ranks")["items"][0]["phase"] == "PENDING"
+
+
+@pytest.mark.redis
+@pytest.mark.anyio
+async def test_samples_of_all_jobs_together_are_bounded_and_small_ones_are_read(
+    redis_url: str,
+) -> None:
+    names = [new_job_id(number, bytes(10)) for number in range(5)]
+    sample = RankSample(
+        rank=0, local_rank=0, fence=1, node_id=NODE, device="cpu", pid=1, phase="IDLE", step=1
+    ).model_dump_json()
+    with Redis.from_url(redis_url) as redis:
+        for name in names:
+            redis.hset(keys.job_ranks(name), "0", sample)
+        for name in names[:4]:  # each within the bound of one job
+            long: dict[Any, Any] = {str(n): f"{sample}{' ' * (8 << 20)}" for n in range(5)}
+            redis.hset(keys.job_ranks(name), mapping=long)
+    async with redis_ports(redis_url) as ports:
+        told = await ports.telemetry.samples(names)
+    assert [name for name in names if told[name]] in ([n, names[4]] for n in names[:4])
+
+
+@pytest.mark.redis
+def test_records_of_any_length_and_number_cost_their_job_alone(redis_url: str) -> None:
+    """Every agent may add to every job's streams, and lists and loops read them each second."""
+    with open_plane(redis_url, AccessPolicy()) as plane:
+        plane.agent.join()
+        flooded, other = plane.submit(resources={"ranks": 1}), plane.submit(resources={"ranks": 1})
+        for job_id in (flooded, other):
+            plane.agent.trains(plane.agent.launches(job_id), [1])
+            plane.in_state(job_id, "RUNNING")
+        long = f'{{"x":[{"[]," * 1_000_000}[]]}}'
+        streams = (keys.job_steps, keys.job_metrics, keys.job_logs)
+        for stream in streams:
+            for _ in range(3):
+                plane.redis.xadd(stream(flooded), {keys.MESSAGE_FIELD: long})
+        for _ in range(3):  # one is met at a time
+            assert len(plane.get("/v1/jobs")["items"]) == 2
+            plane.get(f"/v1/jobs/{flooded}/logs")
+        for stream in streams:
+            assert int(plane.redis.memory_usage(stream(flooded)) or 0) < len(long)
+        shown = {item["id"]: item["progress"]["loss"] for item in plane.get("/v1/jobs")["items"]}
+        assert shown == {flooded: 5.0, other: 5.0}
+        assert [s["step"] for s in plane.get(f"/v1/jobs/{flooded}/metrics")["items"]] == [1]
+
+
+@pytest.mark.redis
+@pytest.mark.anyio
+async def test_no_more_of_a_stream_is_read_than_is_kept_and_behind_the_last_id_is_nothing(
+    redis_url: str,
+) -> None:
+    job_id, last = new_job_id(1, bytes(10)), f"{(1 << 64) - 1}-{(1 << 64) - 1}"
+    with Redis.from_url(redis_url) as redis, redis.pipeline(transaction=False) as pipe:
+        for _ in range(2 * keys.LOGS_KEPT + 500):
+            pipe.xadd(keys.job_logs(job_id), {keys.MESSAGE_FIELD: "{}"})
+        pipe.xadd(keys.job_logs(job_id), {keys.MESSAGE_FIELD: "{}"}, last)
+        pipe.execute()
+    async with redis_ports(redis_url) as ports:
+        found, after = 0, None
+        while page := await ports.telemetry.read(job_id, Log.OUTPUT, after, 10_000):
+            found, after = found + len(page), page[-1].id
+    assert (found, after) == (2 * keys.LOGS_KEPT, last)
+
+
+@pytest.mark.redis
+@pytest.mark.anyio
+async def test_of_a_lease_no_more_is_read_than_one_has(redis_url: str) -> None:
+    with Redis.from_url(redis_url) as redis:
+        redis.set(keys.node_lease("long"), "x" * (8 << 20), px=60_000)
+        redis.set(keys.node_lease("usual"), "life-1", px=60_000)
+    async with redis_ports(redis_url) as ports:
+        leases = await ports.nodes.leases(["long", "usual", "none"])
+    assert leases.keys() == {"long", "usual"}
+    assert leases["usual"].incarnation == "life-1"
+    assert len(leases["long"].incarnation) < 1_000
+
+
+@pytest.mark.redis
+def test_a_fact_that_makes_a_record_longer_than_redis_takes_costs_itself_alone(
+    plane: ControlPlane,
+) -> None:
+    plane.agent.join()
+    job_id = plane.submit(resources={"ranks": 1})
+    plane.agent.trains(plane.agent.launches(job_id), [1])
+    plane.in_state(job_id, "RUNNING")
+    about = {"job_id": job_id, "fence": 1, "node_id": plane.agent.node_id}
+    # With all that it leaves out it is twice as long.
+    ranks = [{"rank": n, "pid": 0, "phase": "x" * 75} for n in range(MOST_RANKS)]
+    findings = {"why": "asked", "still_s": 0, "allowed_s": 0, "ranks": ranks}
+    said = about | {"kind": "gang_diagnosed", "findings": findings}
+    told = json.dumps(said, separators=(",", ":"))
+    assert len(told) < keys.LONGEST_FACT
+    plane.redis.rpush(keys.ARRIVED_FACTS, told)
+    AgentDouble(plane.redis, "loom-2").join()
+    until(lambda: len(plane.get("/v1/nodes")["items"]) == 2)
+    plane.agent.trains(plane.agent.awaits(LaunchGang, job_id), [2])
+    assert plane.job(job_id)["state"] == "RUNNING"
