@@ -35,6 +35,10 @@ _LEAD_BACK: Final = tuple(
         ),
     )
 )
+# Addresses beyond it are for networks of their own (`fec0::/10`, overlays that took 200::/7) or have no use yet;
+# ``is_global`` knows them by what they are not.
+_PUBLIC_IPV6: Final = ipaddress.ip_network("2000::/3")
+_IPV6: Final = 6
 
 
 class HttpWebhooks:
@@ -142,6 +146,8 @@ def _refuse_private(host: str, address: str) -> None:
     mapped = getattr(parsed, "ipv4_mapped", None) or getattr(parsed, "sixtofour", None)
     leads_back = any(parsed in network for network in _LEAD_BACK)
     is_public = parsed.is_global and not parsed.is_multicast and not leads_back
+    if parsed.version == _IPV6 and parsed not in _PUBLIC_IPV6:
+        is_public = False
     if not is_public or (mapped is not None and not mapped.is_global):
         raise AddressRefusedError(
             f"{host} is not a public address; an operator allows it by MESHLOOM_WEBHOOK_HOSTS of "
