@@ -7,9 +7,10 @@ import hashlib
 import hmac
 import itertools
 import json
+import socket
 import threading
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
@@ -347,6 +348,32 @@ async def test_a_name_that_resolves_to_a_private_address_is_refused_when_it_is_s
 
 
 @pytest.mark.anyio
+async def test_names_whose_servers_do_not_answer_leave_the_threads_to_others(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    over = threading.Event()
+
+    def look_up(*_: object, **__: object) -> object:
+        over.wait()
+        raise socket.gaierror("no server answered")
+
+    monkeypatch.setattr(socket, "getaddrinfo", look_up)
+    monkeypatch.setattr(http_webhooks, "_LOOK_UP_S", 0.01)
+    monkeypatch.setattr(http_webhooks, "_LOOK_UPS_AT_ONCE", 40)
+    try:
+        async with HttpWebhooks() as sender, asyncio.timeout(60):
+            for _ in range(40):
+                with pytest.raises(DeliveryError, match=r"within 0\.01 s"):
+                    await sender.send("https://slow.example/", {}, b"{}")
+            # So are plans computed, archives checked and files read.
+            assert await asyncio.to_thread(lambda: "done") == "done"
+            with pytest.raises(DeliveryError, match="40 names"):
+                await sender.send("https://slow.example/", {}, b"{}")
+    finally:
+        over.set()
+
+
+@pytest.mark.anyio
 async def test_a_url_that_cannot_be_sent_to_fails_its_own_deliveries_and_ends_no_term() -> None:
     ticks = itertools.count(1_000)
     ports = memory_ports(MemoryServer(lambda: next(ticks), epoch=1))
@@ -415,6 +442,42 @@ async def test_an_answer_that_comes_byte_by_byte_is_not_waited_for(
             await sender.send(f"http://127.0.0.1:{port}/", {}, b"{}")
         await over.wait()
     server.close()
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        itertools.repeat(b"HTTP/1.1 100 \r\n\r\n" * 1000),
+        itertools.repeat(b"HTTP/1.1 200 OK\r\nx: " + b"y" * 20_000),
+        [b"SSH-2.0-OpenSSH_9 hunter2\r\n\r\n"],
+        [b"HTTP/1.1 200 OK\r\nhunter2 hunter2\r\n\r\n"],
+        [b"HTTP/1.1 200 hunter2"],
+    ],
+    ids=["informational", "endless", "banner", "header", "half"],
+)
+@pytest.mark.anyio
+async def test_of_an_answer_little_is_read_and_nothing_but_its_status_is_told(
+    answer: Iterable[bytes],
+) -> None:
+    sent = 0
+
+    async def say(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        nonlocal sent
+        await reader.readline()
+        with contextlib.suppress(OSError):
+            for part in answer:
+                writer.write(part)
+                await writer.drain()
+                sent += len(part)
+        writer.close()
+
+    server = await asyncio.start_server(say, "127.0.0.1", 0)
+    port = server.sockets[0].getsockname()[1]
+    async with server, HttpWebhooks(frozenset({"127.0.0.1"})) as sender, asyncio.timeout(60):
+        with pytest.raises(DeliveryError, match=r"did not answer in HTTP/1\.1") as failed:
+            await sender.send(f"http://127.0.0.1:{port}/", {}, b"{}")
+    assert "hunter2" not in str(failed.value)
+    assert sent < 64 << 20  # what buffers of sockets take
 
 
 class _Slow(_Stubborn):
