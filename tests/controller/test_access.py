@@ -4,7 +4,7 @@ import json
 from collections.abc import Callable, Iterator
 
 import pytest
-from fastapi import APIRouter
+from fastapi import APIRouter, FastAPI
 from fastapi.routing import APIRoute
 from httpx2 import Response
 
@@ -397,6 +397,28 @@ def test_every_change_and_every_refusal_is_in_the_trail(guarded: ControlPlane) -
         ("alice", "submitter", "r-1", "POST", "/v1/jobs", 201, "done"),
     ]
     assert entries[-1][0] == "bootstrap"
+
+
+def test_a_method_in_the_trail_is_as_short_as_methods_are(guarded: ControlPlane) -> None:
+    # Without a token, and as long as a request's head may be.
+    answer = guarded.client.request("A" * 12_000, "/v1/jobs")
+    assert answer.status_code == 401
+    assert trail(guarded)[0]["method"] == "A" * 32
+    assert len(str(guarded.redis.xrange(keys.AUDIT_OF_REFUSALS))) < 1_000
+
+
+def test_a_change_that_fails_unforeseen_is_in_the_trail_too(guarded: ControlPlane) -> None:
+    async def fail() -> None:
+        raise RuntimeError("unforeseen")
+
+    app = guarded.client.app
+    assert isinstance(app, FastAPI)
+    app.add_api_route("/v1/broken", fail, methods=["POST"])
+    alice = make(guarded, "submitter", "alice")
+    assert guarded.client.post("/v1/broken", json={}, headers=alice).status_code == 500
+    entry = trail(guarded)[0]
+    told = tuple(entry[name] for name in ("actor", "method", "path", "status", "outcome"))
+    assert told == ("alice", "POST", "/v1/broken", 500, "failed")
 
 
 def test_the_trail_is_read_page_by_page(guarded: ControlPlane) -> None:

@@ -21,6 +21,9 @@ _REFUSED: Final = range(400, 500)
 # showed no valid token share one bucket, everybody else has their own.
 _REFUSAL_RATE: Final = Rate(per_s=1, burst=200)
 _PATH_CHARACTERS: Final = 300
+# A method may be any word, as long as a request's head: a page of such cannot be read, and the trail would
+# fill Redis.
+_METHOD_CHARACTERS: Final = 32
 _log = structlog.get_logger()
 
 
@@ -43,12 +46,21 @@ class Audit:
             await self._app(scope, receive, send)
             return
 
+        is_noted = False
+
         async def send_noted(message: Message) -> None:
+            nonlocal is_noted
             if message["type"] == "http.response.start":
+                is_noted = True
                 await self._note(scope, int(message["status"]))
             await send(message)
 
-        await self._app(scope, receive, send_noted)
+        try:
+            await self._app(scope, receive, send_noted)
+        except Exception:
+            if not is_noted:  # it is answered further out, and may have changed something
+                await self._note(scope, HTTPStatus.INTERNAL_SERVER_ERROR)
+            raise
 
     async def _note(self, scope: Scope, status: int) -> None:
         if scope["method"] in SAFE_METHODS and status not in _REFUSALS:
@@ -78,7 +90,7 @@ def _record(scope: Scope, status: int) -> AuditRecord:
         actor=None if asks is None else asks.subject,
         scope=None if asks is None else asks.scope,
         request_id=state.get("request_id", ""),
-        method=scope["method"],
+        method=scope["method"][:_METHOD_CHARACTERS],
         path=scope["path"][:_PATH_CHARACTERS].encode(errors="backslashreplace").decode(),
         status=status,
     )
