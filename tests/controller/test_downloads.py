@@ -3,6 +3,7 @@
 import asyncio
 import functools
 import hashlib
+import json
 from pathlib import Path
 
 import pytest
@@ -108,6 +109,18 @@ async def test_a_link_in_the_storage_is_not_followed(tmp_path: Path) -> None:
     file.symlink_to(secret)
     with pytest.raises(StateConflictError, match="cannot read"):
         await FolderExports(tmp_path).content(JOB, CHECKPOINT, file.name, 0, 1)
+
+
+@pytest.mark.anyio
+async def test_a_list_of_files_that_is_too_long_to_parse_is_refused(tmp_path: Path) -> None:
+    # A rank that runs as the agent's user can write it, and the owner ask for it again and again.
+    manifest = export_of(tmp_path, b"x").with_name(EXPORT_MANIFEST)
+    files = [{"name": f"m{number}", "bytes": 1, "sha256": "a" * 64} for number in range(100_000)]
+    manifest.write_text(json.dumps({"files": files[:10_000]}))
+    assert len((await FolderExports(tmp_path).manifest(JOB, CHECKPOINT)).files) == 10_000
+    manifest.write_text(json.dumps({"files": files}))
+    with pytest.raises(StateConflictError, match="longer than 2 MiB; export the checkpoint again"):
+        await FolderExports(tmp_path).manifest(JOB, CHECKPOINT)
 
 
 @pytest.mark.anyio

@@ -20,7 +20,9 @@ if TYPE_CHECKING:
 
 # A slow client reads each within the time in which an answer must be read.
 _PART_BYTES: Final = 1 << 18
-_LONGEST_MANIFEST: Final = 16 << 20
+# Ranks may write where exports lie. To parse 16 MiB takes more than a second, in which no other thread runs,
+# and the loop renews no lead; so much is enough for ten thousand files.
+_LONGEST_MANIFEST: Final = 2 << 20
 _AGAIN: Final = "export the checkpoint again"
 _log = structlog.get_logger()
 
@@ -34,11 +36,14 @@ class FolderExports:
 
     def __init__(self, root: Path | None) -> None:
         self._root = root
+        self._parsing = asyncio.Semaphore()
 
     async def manifest(self, job_id: str, checkpoint_id: str) -> ExportManifest:
         """See ``ExportStore.manifest``."""
         path = self._folder(job_id, checkpoint_id) / EXPORT_MANIFEST
-        return await asyncio.to_thread(_read_manifest, path)
+        text = await asyncio.to_thread(_read_manifest, path)
+        async with self._parsing:
+            return await asyncio.to_thread(_parsed, text)
 
     async def content(
         self, job_id: str, checkpoint_id: str, name: str, start: int, end: int
@@ -65,13 +70,15 @@ class BucketExports:
 
     def __init__(self, bucket: "Bucket") -> None:
         self._bucket = bucket
+        self._parsing = asyncio.Semaphore()
 
     async def manifest(self, job_id: str, checkpoint_id: str) -> ExportManifest:
         """See ``ExportStore.manifest``."""
         name = _object(job_id, checkpoint_id, EXPORT_MANIFEST)
         with _refusals(EXPORT_MANIFEST):
             text, _ = await asyncio.to_thread(self._bucket.read, name)
-        return _parsed(text, EXPORT_MANIFEST)
+        async with self._parsing:
+            return await asyncio.to_thread(_parsed, text)
 
     async def content(
         self, job_id: str, checkpoint_id: str, name: str, start: int, end: int
@@ -131,17 +138,22 @@ def _open(path: Path) -> int:
         return open_plain(path)
 
 
-def _read_manifest(path: Path) -> ExportManifest:
+def _read_manifest(path: Path) -> bytes:
     with os.fdopen(_open(path), "rb") as file:
-        text = file.read(_LONGEST_MANIFEST)
-    return _parsed(text, path.name)
+        return file.read(_LONGEST_MANIFEST + 1)
 
 
-def _parsed(text: bytes, name: str) -> ExportManifest:
+def _parsed(text: bytes) -> ExportManifest:
+    if len(text) > _LONGEST_MANIFEST:
+        raise StateConflictError(
+            f"{EXPORT_MANIFEST} of this export is longer than {_LONGEST_MANIFEST >> 20} MiB; {_AGAIN}"
+        )
     try:
         return ExportManifest.model_validate_json(text)
     except ValidationError as error:
-        raise StateConflictError(f"{name} of this export is damaged; {_AGAIN}") from error
+        raise StateConflictError(
+            f"{EXPORT_MANIFEST} of this export is damaged; {_AGAIN}"
+        ) from error
 
 
 async def _parts(descriptor: int, start: int, end: int) -> AsyncIterator[bytes]:
