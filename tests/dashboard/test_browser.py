@@ -107,6 +107,23 @@ def test_jobs_are_filtered_by_state_and_by_text(scene: Scene, visit: Open) -> No
     expect(page.get_by_text("No job matches")).to_be_visible()
 
 
+def test_what_is_searched_for_follows_links_too(scene: Scene, visit: Open) -> None:
+    tab = visit()
+    page = tab.open("#/jobs")
+    search = page.get_by_label("Filter jobs by text")
+    search.fill("nothing is called so ")
+    nothing = page.get_by_text("No job matches")
+    expect(nothing).to_be_visible()
+    expect(search).to_have_value("nothing is called so ")
+    page.get_by_role("link", name="Show all jobs").click()
+    expect(_row(page, scene.running)).to_be_visible()
+    expect(search).to_have_value("")
+    for text in ("neither is this", "nor this"):
+        page.evaluate("(text) => { location.hash = `#/jobs?q=${text}`; }", text)
+        expect(search).to_have_value(text)
+        expect(nothing).to_be_visible()
+
+
 def test_the_job_page_draws_a_curve_for_each_measure(
     scene: Scene, visit: Open, tmp_path: Path
 ) -> None:

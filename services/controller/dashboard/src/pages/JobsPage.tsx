@@ -7,6 +7,7 @@ import { PAUSABLE, RESUMABLE } from "../job/Actions";
 import { compareHref, jobHref, replaceQuery } from "../router";
 import { bounds, compact, dateTime, DASH, loss, percent, shortId, perSecond, span, validationLoss, whole } from "../ui/format";
 import { Bar, Pager, Quiet, StateChip, toneOf, Trouble } from "../ui/parts";
+import { Search } from "../ui/Search";
 import { Ago } from "../ui/time";
 
 // What people look for, each with the states that it means.
@@ -82,7 +83,12 @@ export function JobsPage({ query }: { query: URLSearchParams }) {
             </option>
           ))}
         </select>
-        <Search text={text} onChange={(q) => change((params) => (q ? params.set("q", q) : params.delete("q")))} />
+        <Search
+          text={text}
+          onChange={(typed) => change((params) => (typed.trim() ? params.set("q", typed.trim()) : params.delete("q")))}
+          placeholder="Name, id, label=value, owner:name"
+          aria-label="Filter jobs by text"
+        />
       </div>
 
       {!data && error ? <Trouble error={error} /> : null}
@@ -103,25 +109,6 @@ export function JobsPage({ query }: { query: URLSearchParams }) {
         />
       ) : null}
     </div>
-  );
-}
-
-function Search({ text, onChange }: { text: string; onChange: (text: string) => void }) {
-  const [typed, setTyped] = useState(text);
-  useEffect(() => {
-    if (typed === text) return;
-    const timer = setTimeout(() => onChange(typed.trim()), 200);
-    return () => clearTimeout(timer);
-  }, [typed, text, onChange]);
-  return (
-    <input
-      type="search"
-      className="search"
-      placeholder="Name, id, label=value, owner:name"
-      aria-label="Filter jobs by text"
-      value={typed}
-      onChange={(event) => setTyped(event.target.value)}
-    />
   );
 }
 

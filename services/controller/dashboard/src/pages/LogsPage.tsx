@@ -6,6 +6,7 @@ import { Line, RankSelect, StreamSelect } from "../job/Logs";
 import { jobHref, replaceQuery } from "../router";
 import { download } from "../ui/download";
 import { Quiet, StateChip, Trouble } from "../ui/parts";
+import { Search } from "../ui/Search";
 
 const LEVELS = ["debug", "info", "warning", "error"];
 const AT_END_PX = 24;
@@ -66,7 +67,7 @@ function Log({ job, query }: { job: JobView; query: URLSearchParams }) {
             </option>
           ))}
         </select>
-        <TextFilter text={filter.text} onChange={(value) => change("text", value)} />
+        <Search text={filter.text} onChange={(value) => change("text", value)} aria-label="Search the log" placeholder="Search" maxLength={200} />
         <label className="check">
           <input type="checkbox" checked={follows} onChange={(event) => setFollows(event.target.checked)} /> Follow
         </label>
@@ -96,25 +97,5 @@ function Log({ job, query }: { job: JobView; query: URLSearchParams }) {
         ))}
       </div>
     </div>
-  );
-}
-
-function TextFilter({ text, onChange }: { text: string; onChange: (text: string) => void }) {
-  const [typed, setTyped] = useState(text);
-  useEffect(() => {
-    if (typed === text) return;
-    const timer = setTimeout(() => onChange(typed), 250);
-    return () => clearTimeout(timer);
-  }, [typed, text, onChange]);
-  return (
-    <input
-      type="search"
-      className="search"
-      aria-label="Search the log"
-      placeholder="Search"
-      maxLength={200}
-      value={typed}
-      onChange={(event) => setTyped(event.target.value)}
-    />
   );
 }
