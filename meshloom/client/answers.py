@@ -18,8 +18,21 @@ Parameters = dict[str, Any]
 
 NOT_MODIFIED: Final = 304
 ERRORS_FROM: Final = 400
+STREAM_MEDIA_TYPE: Final = "text/event-stream"
 _LATER: Final = frozenset({429, 503})
 _MOST_KEPT: Final = 64
+
+
+def is_unchanged(response: httpx.Response) -> bool:
+    """Whether it says that what the client has is still so."""
+    was_asked = "If-None-Match" in response.request.headers
+    return response.status_code == NOT_MODIFIED and was_asked
+
+
+def media_type_of(response: httpx.Response) -> str:
+    """What it says that its content is, without parameters."""
+    media_type, _, _ = response.headers.get("Content-Type", "").partition(";")
+    return str(media_type).strip().lower()
 
 
 class RetryOptions(TypedDict):

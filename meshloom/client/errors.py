@@ -9,6 +9,8 @@
      +- DownloadError       a file that came is not the one that was promised
 """
 
+from typing import Final
+
 import httpx
 from pydantic import ValidationError
 
@@ -23,7 +25,7 @@ class UnreachableError(ClientError):
     """No controller answers at the URL."""
 
 
-def unreachable(base_url: str, error: httpx.TransportError) -> UnreachableError:
+def unreachable(base_url: str, error: httpx.RequestError) -> UnreachableError:
     """The error for a request that nothing answered, with what to do."""
     if "CERTIFICATE_VERIFY_FAILED" in str(error):
         return UnreachableError(
@@ -56,8 +58,14 @@ class DownloadError(ClientError):
     """A file that was downloaded does not have the promised digest, or cannot be had."""
 
 
-def refusal(response: httpx.Response) -> RefusedError:
-    """The error for an answer of 400 and above whose body was read."""
+_REFUSALS: Final = range(400, 600)
+
+
+def refusal(response: httpx.Response) -> RefusedError | UnreachableError:
+    """The error for an answer that is none to the request, and whose body was read."""
+    said = f"{response.url} answered {response.status_code} {response.reason_phrase}"
+    if response.status_code not in _REFUSALS:
+        return UnreachableError(f"{said}; set MESHLOOM_URL to the address of a controller")
     try:
         problem = Problem.model_validate_json(response.content)
     except ValidationError:
@@ -66,6 +74,6 @@ def refusal(response: httpx.Response) -> RefusedError:
             title=response.reason_phrase,
             status=response.status_code,
             code="unknown",
-            detail=f"{response.url} answered {response.status_code} {response.reason_phrase}",
+            detail=said,
         )
     return RefusedError(problem)

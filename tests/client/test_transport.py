@@ -117,6 +117,32 @@ def test_a_stream_that_breaks_goes_on_behind_the_last_entry(server: _Server) -> 
     assert [headers.get("Last-Event-ID") for _, headers in server.asked] == [None, "1-0"]
 
 
+def test_what_is_no_stream_of_events_is_told_and_not_asked_for_again(server: _Server) -> None:
+    server.replies = [(200, {"Content-Type": "text/html; charset=utf-8"}, b"<h1>Log in</h1>")]
+    with (
+        RestClient(server.url) as client,
+        pytest.raises(UnreachableError, match=r"answered 200 with text/html.*MESHLOOM_URL"),
+    ):
+        next(client.follow_events("job_00000000000000000000000000"))
+    assert len(server.asked) == 1
+
+
+@pytest.mark.parametrize(
+    ("reply", "told"),
+    [
+        ((302, {"Location": "/login"}, b""), "answered 302 Found"),
+        ((304, {}, b""), "answered 304 Not Modified"),
+        ((200, {"Content-Encoding": "gzip"}, b"no gzip"), "no controller answers"),
+    ],
+)
+def test_what_no_controller_answers_is_one_sentence(
+    server: _Server, reply: Reply, told: str
+) -> None:
+    server.replies = [reply]
+    with RestClient(server.url) as client, pytest.raises(ClientError, match=told):
+        client.nodes()
+
+
 def test_a_download_that_breaks_off_goes_on_where_it_stopped(
     server: _Server, tmp_path: Path
 ) -> None:

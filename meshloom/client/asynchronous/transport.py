@@ -10,10 +10,13 @@ from tenacity import AsyncRetrying
 
 from meshloom.client.answers import (
     ERRORS_FROM,
+    STREAM_MEDIA_TYPE,
     AnswerCache,
     Parameters,
     View,
     cache_key,
+    is_unchanged,
+    media_type_of,
     retry_options,
 )
 from meshloom.client.downloads import PartialFile
@@ -79,9 +82,9 @@ class AsyncTransport:
         return self._cache.read(key, response, view)
 
     async def request(self, method: str, path: str, **options: Any) -> httpx.Response:  # noqa: ANN401 passed through to httpx
-        """An answer; those of 400 and above are raised."""
+        """An answer; what is neither one nor 304, where that was asked for, is raised."""
         response = await self.send(method, path, **options)
-        if response.status_code >= ERRORS_FROM:
+        if not response.is_success and not is_unchanged(response):
             raise refusal(response)
         return response
 
@@ -101,7 +104,7 @@ class AsyncTransport:
         retrying = AsyncRetrying(**retry_options(patience))
         try:
             return await retrying(self._http.request, method, path, **options)
-        except httpx.TransportError as error:
+        except httpx.RequestError as error:
             raise unreachable(self.base_url, error) from error
 
     async def fetch(self, path: str, file: PartialFile) -> None:
@@ -179,6 +182,12 @@ class AsyncTransport:
             if source.response.status_code >= ERRORS_FROM:
                 await source.response.aread()
                 raise refusal(source.response)
+            if (media_type := media_type_of(source.response)) != STREAM_MEDIA_TYPE:
+                # Asked again, whatever is there would answer the same, as often as it is asked.
+                raise UnreachableError(
+                    f"{self.base_url}{path} answered {source.response.status_code} with {media_type or 'no type'}, "
+                    "which is no stream of events; set MESHLOOM_URL to a controller's address"
+                )
             async for event in source.aiter_sse():
                 yield event
 
