@@ -1,7 +1,12 @@
 """An agent profiles models and measures its node, in processes that may fail by themselves."""
 
+import asyncio
 import contextlib
 import json
+import os
+import subprocess
+import sys
+import threading
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -33,8 +38,9 @@ from services.contract.messages.warm_channel import NODE_MARK, ForkProgram
 from services.contract.system.mask import Mask
 from services.local.embedded_redis import EmbeddedRedis
 from services.worker.agent.host.folders import NodeFolder
+from services.worker.agent.probes import programs
 from services.worker.agent.probes.prober import NICENESS, _read
-from services.worker.agent.probes.programs import ProgramEnd, ProgramRunner, _end
+from services.worker.agent.probes.programs import ProgramCall, ProgramEnd, ProgramRunner, _end
 from services.worker.agent.probes.self_test import SelfTest
 from services.worker.rank.models.decoder import Decoder
 from tests.agent.conftest import (
@@ -280,6 +286,55 @@ def a_parameter(also: list[str], shape: list[int] | None = None) -> dict[str, ob
 def test_whatever_makes_a_profile_unfit_is_told(changes: str, modules: int, words: str) -> None:
     with pytest.raises(UnfitProfileError, match=words):
         _read(forged(changes, modules), Mask({}))
+
+
+@pytest.mark.timeout(30)
+def test_a_file_that_takes_long_to_cut_or_to_close_holds_up_no_gang(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is cut once the kernel has written what a model writes to it with one call: two gigabytes, in a minute."""
+    begun, freed = threading.Event(), threading.Event()
+    cut_in: list[threading.Thread] = []
+
+    def take_long(_: int, __: int) -> None:
+        cut_in.append(threading.current_thread())
+        begun.set()
+        freed.wait()
+
+    monkeypatch.setattr(os, "ftruncate", take_long)
+    monkeypatch.setattr(programs, "MOST_KEPT", 0)
+
+    async def say_much(order: ForkProgram, descriptors: tuple[int, int, int, int]) -> int:
+        code = (
+            "import signal, socket; agent = socket.socket(fileno=0); agent.send(b'?'); "
+            "print('y\\n' * 5_000, flush=True); signal.pause()"
+        )
+        channel, _, words, _ = descriptors
+        command = [sys.executable, "-c", code]
+        child = subprocess.Popen(  # noqa: ASYNC220 begun at once
+            command, stdin=channel, stdout=words, env={NODE_MARK: order.mark}
+        )
+        children.append(child)
+        return child.pid
+
+    children: list[subprocess.Popen[bytes]] = []
+
+    async def ask() -> ProgramEnd:
+        runner = ProgramRunner(say_much, f"{NODE}-{tmp_path.name}", tmp_path)
+        call = ProgramCall("none", "says much", MeasureNode(device_type="cpu"), 0.5)
+        asking = asyncio.create_task(runner.ask(call))
+        while not begun.is_set():  # noqa: ASYNC110 a file tells nobody
+            await asyncio.sleep(0.01)
+        ended = await asking
+        freed.set()
+        return ended
+
+    ended = asyncio.run(ask())
+    children[0].wait()
+    assert ended.code is None
+    assert ended.words.startswith("y")
+    assert cut_in
+    assert threading.main_thread() not in cut_in
 
 
 def test_last_words_do_not_begin_within_a_line(tmp_path: Path) -> None:

@@ -8,11 +8,13 @@ where it says too much.
 
 import asyncio
 import contextlib
+import errno
 import os
 import signal
 import socket
 import tempfile
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
+import threading
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Final
@@ -120,16 +122,13 @@ class ProgramRunner:
             OSError: It could not be started, or takes too long to start.
         """
         mark = f"{self._mark}/{call.name}"
-        with (
-            tempfile.TemporaryFile(dir=self._folder) as answer,
-            tempfile.TemporaryFile(dir=self._folder) as words,
-        ):
+        async with _file(self._folder) as answer, _file(self._folder) as words:
             kills = oom_kills()
             code, frames = await self._run(call, mark, answer, words)
             await _sweep(mark)
-            last = _end(words)
+            last = await asyncio.to_thread(_end, words)
             return ProgramEnd(
-                answer=_beginning(answer),
+                answer=await asyncio.to_thread(_beginning, answer),
                 code=code,
                 words=last,
                 frames=frames or training_frames(last),
@@ -153,7 +152,7 @@ class ProgramRunner:
             try:
                 _put_last(process.pid, call.niceness)
                 await process.hand_over(call.question)
-                async with _cut_meanwhile(answer, words):
+                with _cut_meanwhile(answer, words):
                     return await _ended(process, call.timeout_s, words)
             finally:
                 await process.end_all()
@@ -243,24 +242,56 @@ async def _ended(
 
 
 @contextlib.asynccontextmanager
-async def _cut_meanwhile(*files: IO[bytes]) -> AsyncIterator[None]:
+async def _file(folder: Path) -> AsyncIterator[IO[bytes]]:
+    """A file without a name. Who closes it last frees what it has, which may be gigabytes in small pieces."""
+    file = tempfile.TemporaryFile(dir=folder)  # noqa: SIM115 closed beside the loop
+    try:
+        yield file
+    finally:
+        await asyncio.to_thread(file.close)
+
+
+@contextlib.contextmanager
+def _cut_meanwhile(*files: IO[bytes]) -> Iterator[None]:
     """Within, the process cannot fill the disk by these files: what is in one too large is lost.
 
     It goes on to write where it was, so that the end of its words stays: what is cut is a hole.
+
+    Raises:
+        OSError: The system has no threads or descriptors left.
     """
-    cutting = asyncio.create_task(_cut(files))
+    over = threading.Event()
+    with contextlib.ExitStack() as unless_begun:
+        # Of its own: they are closed here while the thread still cuts.
+        descriptors = []
+        for file in files:
+            descriptors.append(os.dup(file.fileno()))
+            unless_begun.callback(os.close, descriptors[-1])
+        cutting = threading.Thread(target=_cut, args=(descriptors, over), name="cuts", daemon=True)
+        try:
+            cutting.start()
+        except RuntimeError as error:  # ranks may have taken all that the system has
+            raise OSError(errno.EAGAIN, str(error)) from error
+        unless_begun.pop_all()
     try:
         yield
     finally:
-        cutting.cancel()
+        over.set()
 
 
-async def _cut(files: Iterable[IO[bytes]]) -> None:
-    while True:
-        await asyncio.sleep(_CUT_EVERY_S)
-        for file in files:
-            if os.fstat(file.fileno()).st_blocks * _BLOCK > MOST_KEPT:
-                os.ftruncate(file.fileno(), 0)
+def _cut(descriptors: Iterable[int], over: threading.Event) -> None:
+    """In a thread: the kernel lets nobody cut a file before it has written what others write to it.
+
+    A process may write two gigabytes with one call, and from a hundred threads.
+    """
+    try:
+        while not over.wait(_CUT_EVERY_S):
+            for descriptor in descriptors:
+                if os.fstat(descriptor).st_blocks * _BLOCK > MOST_KEPT:
+                    os.ftruncate(descriptor, 0)
+    finally:
+        for descriptor in descriptors:
+            os.close(descriptor)
 
 
 def _put_last(pid: int, niceness: int) -> None:
@@ -292,7 +323,7 @@ async def _frames(process: _Program, words: IO[bytes]) -> tuple[str, ...]:
             while os.fstat(words.fileno()).st_size == before:  # noqa: ASYNC110 a file tells nobody
                 await asyncio.sleep(_LOOK_EVERY_S)
             await asyncio.sleep(_LOOK_EVERY_S)
-    return training_frames(_end(words, after=before))
+    return training_frames(await asyncio.to_thread(_end, words, after=before))
 
 
 def _beginning(file: IO[bytes]) -> bytes:
