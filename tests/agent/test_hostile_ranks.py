@@ -26,6 +26,7 @@ from services.contract.messages.facts import (
     JobPurged,
 )
 from services.contract.redis import redis_keys
+from services.contract.system.durable import open_plain
 from services.contract.words.ids import new_job_id
 from services.worker.agent.gangs import runtime
 from services.worker.agent.gangs.runtime import GangRuntime
@@ -36,6 +37,7 @@ from services.worker.agent.ranks.launch import Crew
 from services.worker.agent.storage.job_storage import Storage
 from services.worker.agent.storage.shared_files import FolderFiles
 from services.worker.agent.supervisor import Supervisor
+from services.worker.agent.telemetry import log_tail
 from services.worker.agent.telemetry.log_tail import FILE_BYTES
 from tests.agent.conftest import (
     FOREVER,
@@ -261,6 +263,50 @@ def test_a_log_that_takes_long_to_empty_holds_up_no_other_gang_and_not_its_own_e
             await gang.sweep("no such mark")
             while not gang.drained():  # noqa: ASYNC110 the same
                 await asyncio.sleep(0.01)
+        assert not freed.is_set()
+        freed.set()
+
+    with subprocess.Popen(["true"]) as dead:
+        asyncio.run(run(dead.pid))
+
+
+def test_a_log_that_takes_long_to_read_holds_up_no_other_gang_and_not_its_own_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On XFS who reads a file waits for who changes it: one call of a rank can take a minute."""
+    begun, freed = threading.Event(), threading.Event()
+
+    def take_long(path: Path) -> int:
+        begun.set()
+        freed.wait()
+        return open_plain(path)
+
+    monkeypatch.setattr(log_tail, "open_plain", take_long)
+    attempt = NodeFolder(tmp_path, NODE, shared_memory=tmp_path).attempt(JOB, 1)
+    attempt.path.mkdir(parents=True)
+    attempt.log(0, "stdout").write_bytes(b"a line\n")
+
+    async def run(pid: int) -> None:
+        crew = Crew(
+            seats={0: watched(tmp_path)._seats[0]}, store=None, pids={0: pid}, pipes={}, boards={}
+        )
+        gang = GangRuntime(crew, NODE, attempt, FolderFiles(tmp_path), lambda _: None)
+        assert gang.take_records().logs == ()
+        assert begun.is_set()
+        assert not gang.drained()
+        freed.set()
+        while not (lines := gang.take_records().logs):  # noqa: ASYNC110 a file tells nobody
+            await asyncio.sleep(0.01)
+        assert [line.text for line in lines] == ["a line"]
+        assert gang.drained()
+        begun.clear()
+        freed.clear()
+        with attempt.log(0, "stdout").open("ab") as log:
+            log.write(b"another line\n")
+        assert gang.take_records().logs == ()
+        await gang.sweep("no such mark")
+        while not gang.drained():  # noqa: ASYNC110 a file tells nobody
+            await asyncio.sleep(0.01)
         assert not freed.is_set()
         freed.set()
 

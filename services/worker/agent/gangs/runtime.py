@@ -134,6 +134,7 @@ class GangRuntime:
         self._died_alone: set[int] = set()
         self._forker_gone = False
         self._ended_at: float | None = None
+        self._lacked_memory: frozenset[int] = frozenset()
         self._looking: set[asyncio.Task[None]] = set()
         self._freeing: set[asyncio.Task[None]] = set()
         self._traces = TraceFiles(files, self._state.storage_root, self._tell_unless_fenced)
@@ -295,6 +296,7 @@ class GangRuntime:
         )
         if left:
             _log.warning("left_by_ranks", job=self.job_id, pids=left)
+        self._lacked_memory = await asyncio.to_thread(self._aborted_for_memory)
         with self._surviving():
             self._telemetry.end()
             self._watch()
@@ -322,7 +324,7 @@ class GangRuntime:
             job_id=self.job_id,
             fence=self.fence,
             node_id=self._node_id,
-            exits=exits(self._state, seen, killed, self._lacked_memory()),
+            exits=exits(self._state, seen, killed, self._lacked_memory),
             last_step=max(0, *(board.step for board in seen.values())),
             hang=self._state.hang,
             oom_kills=killed,
@@ -359,13 +361,9 @@ class GangRuntime:
             exits=ended,
         )
 
-    def _lacked_memory(self) -> frozenset[int]:
-        ranks = self._state.ranks.values()
-        return frozenset(
-            rank.rank
-            for rank in ranks
-            if aborted_for_memory(rank, self._folder.log(rank.rank, "stderr"))
-        )
+    def _aborted_for_memory(self) -> frozenset[int]:
+        ranks, log = self._state.ranks.values(), self._folder.log
+        return frozenset(r.rank for r in ranks if aborted_for_memory(r, log(r.rank, "stderr")))
 
     def conclude(self, end: GangEnded) -> None:
         """Record how the gang ended; its boards are read no more.

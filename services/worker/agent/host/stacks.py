@@ -57,7 +57,10 @@ async def collect(folder: Path, pids: Mapping[int, int]) -> dict[int, Stacks]:
         answered = all(grown[rank] > sizes[rank] for rank in sizes)
         if answered and time.monotonic() - quiet_since > _QUIET_S:
             break
-    texts = {rank: _read(files[rank], sizes[rank]) for rank in sizes}
+    # In a thread: some file systems have who reads a file wait for who changes it, as the rank may for long.
+    texts = await asyncio.to_thread(
+        lambda: {rank: _read(files[rank], sizes[rank]) for rank in sizes}
+    )
     told = {rank: Stacks(text, training_frames(text)) for rank, text in texts.items() if text}
     return told | await _seen({rank: pid for rank, pid in pids.items() if rank not in told})
 

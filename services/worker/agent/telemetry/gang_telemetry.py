@@ -7,7 +7,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Final, Literal, TypeVar
+from typing import Final, TypeVar
 
 import structlog
 
@@ -22,7 +22,6 @@ from services.contract.messages.findings import RankFinding
 from services.contract.messages.rank_pipe import RankMetrics, RankReady
 from services.contract.messages.telemetry import LogLine, MetricRecord, RankSample, StepRecord
 from services.contract.redis.redis_keys import STEPS_KEPT
-from services.contract.system.mask import Mask
 from services.contract.words.bounds import METRIC_NAMES_KEPT
 from services.contract.words.states import RankPhase
 from services.worker.agent.host.folders import AttemptFolder
@@ -30,19 +29,16 @@ from services.worker.agent.host.processes import process_state
 from services.worker.agent.host.stacks import Stacks
 from services.worker.agent.ranks.launch import Crew
 from services.worker.agent.telemetry.arrivals import ArrivalKey, ArrivalMeter, ArrivalPacing
+from services.worker.agent.telemetry.gang_logs import GangLogs
 from services.worker.agent.telemetry.hang import Mark
-from services.worker.agent.telemetry.log_tail import LogTail
 
 STEPS_PER_BEAT: Final = 2_000
-LINES_PER_BEAT: Final = 1_000
 METRICS_PER_BEAT: Final = 500
 _METRICS_HELD: Final = 10_000
 _NAMES_COUNTED: Final = 1_024
-_LINES_PER_READ: Final = 250
 _STEPS_FOR_MEDIAN: Final = 32
 _NS: Final = 1_000_000_000
 _LAST_MS: Final = 1 << 53  # what a JSON number holds whole
-_STREAMS: Final[tuple[Literal["stdout", "stderr"], ...]] = ("stdout", "stderr")
 _log = structlog.get_logger()
 _T = TypeVar("_T")
 
@@ -88,7 +84,6 @@ class GangTelemetry:
         beside: Callable[[Callable[[], None]], None] = lambda work: work(),
     ) -> None:
         self._beside = beside
-        self._is_cutting = False
         self.faults: dict[int, str] = {}
         self._seats = seats = dict(crew.seats)
         self._pids = dict(crew.pids)
@@ -96,12 +91,7 @@ class GangTelemetry:
         self._compares = not any(s.spec.continues_without_replicas for s in seats.values())
         self._node_id = node_id
         self._readers = dict(crew.boards)
-        self._tails = {
-            (rank, stream): LogTail(folder.log(rank, stream), Mask(seat.secrets))
-            for rank, seat in seats.items()
-            for stream in _STREAMS
-        }
-        self._long = deque(self._tails.values())
+        self._logs = GangLogs(folder, seats, beside)
         self._seen: dict[int, BoardSnapshot] = {}
         self._started: set[int] = set()
         # While Redis is away they wait here: more than Redis would keep are of no use.
@@ -142,7 +132,7 @@ class GangTelemetry:
         Args:
             ready: By rank, what names the groups of its board.
         """
-        self._cut_back()
+        self._logs.cut_back()
         begun = self.begun()
         for rank in list(self._readers):
             self._snapshot(rank)
@@ -195,14 +185,12 @@ class GangTelemetry:
         steps = tuple(self._steps.popleft() for _ in range(count))
         count = min(len(self._metrics), METRICS_PER_BEAT)
         metrics = tuple(self._metrics.popleft() for _ in range(count))
-        logs = self._read_logs(last=last)
+        logs = self._logs.take(last=last)
         return Records(any_seat.job_id, any_seat.fence, steps, logs, metrics)
 
     def drained(self) -> bool:
         """Whether there is nothing left to take."""
-        return not (self._steps or self._metrics) and all(
-            tail.at_end() for tail in self._tails.values()
-        )
+        return not (self._steps or self._metrics) and self._logs.drained()
 
     def last_seen(self) -> dict[int, LastPhase]:
         """What each board shows; a rank that died before it made one was only spawned."""
@@ -249,8 +237,7 @@ class GangTelemetry:
 
     def end(self) -> None:
         """All ranks are dead: what others write to their logs from now on is not read."""
-        for tail in self._tails.values():
-            tail.end()
+        self._logs.end()
 
     def close(self) -> None:
         """Close the boards."""
@@ -264,26 +251,6 @@ class GangTelemetry:
             self._beside(reader.close)
         except RuntimeError:  # ranks may have taken all threads
             reader.close()
-
-    def _cut_back(self) -> None:
-        """Have logs started over that are too long."""
-        if self._is_cutting or not any(tail.is_too_long() for tail in self._long):
-            return
-        self._is_cutting = True
-        try:
-            self._beside(self._cut_in_turns)
-        except RuntimeError:  # ranks may have taken all threads: the next look tries again
-            self._is_cutting = False
-
-    def _cut_in_turns(self) -> None:
-        """Start them over; at a look the last part of one is kept, in turns."""
-        try:
-            self._long.rotate()
-            has_kept = False
-            for tail in self._long:
-                has_kept = tail.cut_back(may_keep=not has_kept) or has_kept
-        finally:
-            self._is_cutting = False
 
     def _watch_steps(self) -> None:
         # The figures of a step are the same on all ranks: rank 0 speaks for the job.
@@ -330,30 +297,6 @@ class GangTelemetry:
                     for number, moment in (self._ask(rank, _arrivals_at(place)) or {}).items()
                 }
         self._meter.take(arrivals, self.usual_step_s())
-
-    def _read_logs(self, *, last: bool) -> tuple[LogLine, ...]:
-        lines: list[LogLine] = []
-        # In turns, so that one rank's flood does not silence the others.
-        reading = deque(self._tails)
-        while reading and len(lines) < LINES_PER_BEAT:
-            rank, stream = key = reading.popleft()
-            budget = min(_LINES_PER_READ, LINES_PER_BEAT - len(lines))
-            tailed = self._tails[key].read(budget, last=last)
-            now = time.time_ns() // 1_000_000
-            lines += [
-                LogLine(
-                    rank=rank,
-                    fence=self._seats[rank].fence,
-                    stream=stream,
-                    level=line.level,
-                    time_ms=now,
-                    text=line.text,
-                )
-                for line in tailed
-            ]
-            if len(tailed) == budget:
-                reading.append(key)
-        return tuple(lines)
 
     def _ask(self, rank: int, question: Callable[[BoardReader], _T]) -> _T | None:
         """What the board of a rank answers; None without one, or where it is broken."""

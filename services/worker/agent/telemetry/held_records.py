@@ -5,8 +5,8 @@ from dataclasses import replace
 from typing import Final
 
 from services.worker.agent.telemetry.beat import GangKey
+from services.worker.agent.telemetry.gang_logs import LINES_PER_BEAT
 from services.worker.agent.telemetry.gang_telemetry import (
-    LINES_PER_BEAT,
     METRICS_PER_BEAT,
     STEPS_PER_BEAT,
     Records,

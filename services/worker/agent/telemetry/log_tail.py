@@ -27,7 +27,8 @@ PREVIOUS_BYTES: Final = 16 << 20
 """So much of it is kept in the file of the same name that ends in ``.1``."""
 KEPT_EVERY_S: Final = 10.0
 """It is kept so often at most: a rank can make its file long at no cost, as often as it likes."""
-_STARTED_OVER_WITHIN_S: Final = 2.0
+IN_USE_WITHIN_S: Final = 2.0
+"""For so long after the end of all ranks a file is waited for that another thread reads or starts over."""
 _KEPT_BYTES: Final = 1 << 18
 _CHUNK_BYTES: Final = 1 << 18
 _PARTIAL_BYTES: Final = 1 << 16
@@ -72,7 +73,8 @@ class LogTail:
         """At most ``limit`` of the lines that were not read before.
 
         A line without its end is held back until it has one or is too long, except where
-        ``last`` says that nobody writes any more. While another thread starts the file over there are none.
+        ``last`` says that nobody writes any more. While another thread reads the file or starts it over there are
+        none. Where its file system has who reads wait for who writes, as XFS does, a rank can make this last a minute.
         """
         if not self._in_use.acquire(blocking=False):
             return []
@@ -103,6 +105,13 @@ class LogTail:
         self._unreadable = False
         last = last and self._offset + len(chunk) >= size
         return lines + self._lines(chunk, limit - len(lines), last=last)
+
+    def has_more(self) -> bool:
+        """Whether the file may have lines that were not read."""
+        try:
+            return self._size() != self._offset
+        except OSError:
+            return False
 
     def is_too_long(self) -> bool:
         """Whether the file is to be started over."""
@@ -163,8 +172,8 @@ class LogTail:
 
     def at_end(self) -> bool:
         """Whether everything that is in the file now was read, or cannot be."""
-        if self._in_use.locked():  # it is started over; that must not hold up the end of a gang
-            return time.monotonic() > (self._ended_at or math.inf) + _STARTED_OVER_WITHIN_S
+        if self._in_use.locked():  # by another thread; that must not hold up the end of a gang
+            return time.monotonic() > (self._ended_at or math.inf) + IN_USE_WITHIN_S
         try:
             return self._unreadable or self._size() <= self._offset
         except OSError:
