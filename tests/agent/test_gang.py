@@ -363,3 +363,13 @@ def test_what_a_script_says_late_of_itself_is_told() -> None:
     _, effects = after(replace(gang(1), is_script=True), ready(), ready("it starts over"))
     told = [effect.fact for effect in effects if isinstance(effect, Tell)]
     assert [getattr(fact, "notices", None) for fact in told] == [(), ("it starts over",)]
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("word", ["store", "PeerError: Rank 1 of group "])
+def test_an_error_that_repeats_a_word_is_judged_in_no_time(word: str) -> None:
+    said = RankFailed(error="", traceback="", step=1)
+    rank = RankState(0, 1, failed=said.model_copy(update={"error": word * 50_000}))
+    assert not rank.echoes
+    lost = f"of {word * 2}\n{word * 9}it has not taken part, or timed out"
+    assert replace(rank, failed=said.model_copy(update={"error": lost})).echoes

@@ -22,10 +22,11 @@ from services.worker.agent.telemetry.hang import (
 _LOST_PEER: Final = re.compile(
     r"connection (was )?(closed|reset|refused|aborted)|broken pipe|socket (is )?(closed|timeout)"
     r"|closed by (peer|remote)|remote process exited|unexpected eof|connectFullMesh|NCCL"
-    r"|(gloo|store|rendezvous|watchdog|collective).*(timed? ?out|connect)"
+    # The first such word of a line, once and for all: an error may repeat it a thousand times.
+    r"|^(?>.*?(gloo|store|rendezvous|watchdog|collective)).*(timed? ?out|connect)"
     r"|dist(network|store|backend)error"
-    r"|PeerError: Rank \d+ of group .*(ended|has not taken part)",
-    re.IGNORECASE,
+    r"|^(?>.*?PeerError: Rank \d+ of group ).*(ended|has not taken part)",
+    re.IGNORECASE | re.MULTILINE,
 )
 
 
