@@ -7,12 +7,15 @@ import urllib.parse
 from pathlib import Path
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from redis import Redis
 
 from services.contract.jobs.entry_points import EntryPoints
 from services.contract.jobs.specs import JobSpec
 from services.contract.messages.facts import LaunchRefused, NodeJoined
 from services.contract.messages.rank_pipe import RANK_MESSAGE, RankFailed
+from services.contract.system import mask as mask_module
 from services.contract.system.mask import Mask
 from services.controller.api.guard import AccessPolicy
 from services.worker.agent.ranks.admission import Admission, NotAdmittedError
@@ -94,6 +97,44 @@ def test_a_mask_covers_what_urls_and_base64_make_of_a_value() -> None:
     ]
     for form in forms:
         assert "[secret HUB]" in mask.text(f"a {form} b"), form
+
+
+@pytest.mark.timeout(60)
+def test_a_secret_of_thousands_of_lines_does_not_keep_the_agent() -> None:
+    """It masks a megabyte of what a rank says in its loop, as often as a rank says one."""
+    lines = [f"{number:07x}{number:x}" for number in range(1, 7_000)]
+    secret = "\n".join(lines)
+    mask = Mask({"BUNDLE": secret})
+    said = b'{"kind": "rank_failed", "error": "%s"}' % (b"y" * (1 << 20))
+    for _ in range(8):
+        assert mask.message(said) == said
+    written = f"{secret} and {json.dumps(secret)} {lines[17]}"
+    assert mask.text(written) == '[secret BUNDLE] and "[secret BUNDLE]" [secret BUNDLE]'
+
+
+@settings(deadline=None)
+@given(
+    st.dictionaries(
+        st.sampled_from("ABC"),
+        # None overlaps with itself: then it counts from where one begins to look.
+        st.text('ab"ä/\n ', min_size=8, max_size=40).map(lambda text: f"q{text}"),
+    ),
+    st.data(),
+)
+def test_many_forms_are_masked_as_few_are(secrets: dict[str, str], data: st.DataObject) -> None:
+    some = st.sampled_from([*secrets.values(), *map(json.dumps, secrets.values()), "a", " "])
+    text = "".join(data.draw(st.lists(some, max_size=9)))
+    few = Mask(secrets)
+    with pytest.MonkeyPatch.context() as patching:
+        patching.setattr(mask_module, "_MOST_ONE_BY_ONE", 0)
+        many = Mask(secrets)
+    assert many.text(text) == few.text(text)
+
+
+def test_of_secrets_that_overlap_nothing_is_left() -> None:
+    mask = Mask({"ONE": "abcdefgh-ijk", "TWO": "ijk-lmnopqrstuv", "PART": "lmnopqrst"})
+    assert mask.text("<abcdefgh-ijk-lmnopqrstuv>") == "<[secret TWO]>"
+    assert mask.text("lmnopqrst abcdefgh-ijk") == "[secret PART] [secret ONE]"
 
 
 @pytest.mark.redis

@@ -5,34 +5,58 @@ means to give its secret away can always spell it differently.
 """
 
 import base64
+import itertools
 import json
 import urllib.parse
-from collections.abc import Iterator, Mapping
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Final
 
 from pydantic_core import from_json, to_json
 
 # Shorter ones occur by chance, and could not be masked without masking half of the output.
 MIN_SECRET_CHARACTERS: Final = 8
+_MOST_ONE_BY_ONE: Final = 256
+_Found = tuple[int, int, str]
 
 
 class Mask:
     """Masks the values of one gang's secrets.
+
+    A secret may have thousands of lines, and the agent masks a megabyte of what a rank says in its loop. So
+    where there are many forms they are not looked for one by one: each is found by eight characters of it.
 
     Args:
         secrets: By name.
     """
 
     def __init__(self, secrets: Mapping[str, str]) -> None:
-        forms = {form: name for name, value in secrets.items() for form in _forms(value)}
-        # The longest first: one secret may be part of another.
-        self._forms = [(form, f"[secret {forms[form]}]") for form in sorted(forms, key=len)[::-1]]
+        self._forms = {form: name for name, value in secrets.items() for form in _forms(value)}
+        self._windows = _windows(self._forms) if len(self._forms) > _MOST_ONE_BY_ONE else {}
 
     def text(self, text: str) -> str:
         """``text`` with the names of secrets in place of their values."""
-        for form, shown in self._forms:
-            text = text.replace(form, shown)
-        return text
+        parts, end = [], 0
+        for start, stop, form in _joined(self._found(text)):
+            parts += [text[end:start], f"[secret {self._forms[form]}]"]
+            end = stop
+        return "".join((*parts, text[end:]))
+
+    def _found(self, text: str) -> Iterator[_Found]:
+        """Where forms stand in a text, and which."""
+        if not self._windows:
+            for form in self._forms:
+                at = text.find(form)
+                while at >= 0:
+                    yield at, at + len(form), form
+                    at = text.find(form, at + len(form))
+            return
+        size, windows = MIN_SECRET_CHARACTERS, self._windows
+        for place in [p for p in range(len(text)) if text[p : p + size] in windows]:
+            for within, form in windows[text[place : place + size]]:
+                start = place - within
+                if start >= 0 and text.startswith(form, start):
+                    yield start, start + len(form), form
 
     def line(self, line: bytes) -> bytes:
         """The same for a line of output."""
@@ -60,6 +84,42 @@ class Mask:
 
 
 NOTHING_MASKED: Final = Mask({})
+
+
+def _joined(found: Iterable[_Found]) -> Iterator[_Found]:
+    """Those that overlap as one, of the longest of them: one secret may be part of another."""
+    start = stop = 0
+    longest = ""
+    for begins, ends, form in sorted(found):
+        if begins >= stop:
+            if longest:
+                yield start, stop, longest
+            start, stop, longest = begins, ends, form
+        else:
+            stop, longest = max(stop, ends), max(longest, form, key=len)
+    if longest:
+        yield start, stop, longest
+
+
+def _windows(forms: Iterable[str]) -> dict[str, list[tuple[int, str]]]:
+    """Forms, with where in them they stand, by eight characters of each that few others have.
+
+    Lines of a secret may begin or end alike, so the middle is looked at, too.
+    """
+    candidates = {form: _few_windows(form) for form in forms}
+    counts = Counter(itertools.chain.from_iterable(candidates.values()))
+    found: dict[str, list[tuple[int, str]]] = {}
+    for form, windows in candidates.items():
+        window = min(windows, key=counts.__getitem__)
+        found.setdefault(window, []).append((windows[window], form))
+    return found
+
+
+def _few_windows(form: str) -> dict[str, int]:
+    """Some of its windows, and where they stand."""
+    last = len(form) - MIN_SECRET_CHARACTERS
+    places = (0, last // 3, 2 * last // 3, last)
+    return {form[place : place + MIN_SECRET_CHARACTERS]: place for place in places}
 
 
 def _forms(value: str) -> Iterator[str]:

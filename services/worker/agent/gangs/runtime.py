@@ -30,7 +30,6 @@ from services.contract.messages.rank_pipe import (
     RankVote,
 )
 from services.contract.messages.telemetry import RankSample
-from services.contract.system.mask import Mask
 from services.contract.system.pipe_end import PipeEnd
 from services.worker.agent.gangs.decisions import decide
 from services.worker.agent.gangs.events import (
@@ -124,7 +123,6 @@ class GangRuntime:
             stores=crew.stores,
         )
         self._seats = dict(crew.seats)
-        self._mask = Mask(seat.secrets)
         self._telemetry = GangTelemetry(crew, node_id, folder, _in_a_thread)
         self._votes = VoteCheck(
             files, seat.job_id, len(crew.seats), self._vote_checked, self._vote_waits
@@ -196,7 +194,7 @@ class GangRuntime:
 
     def _connect(self, rank: int, end: PipeEnd) -> None:
         self._links[rank] = RankLink(
-            end, partial(self._heard, rank), partial(self._misbehaved, rank), self._mask
+            end, partial(self._heard, rank), partial(self._misbehaved, rank), self._telemetry.mask
         )
         self._links[rank].listen()
 

@@ -39,6 +39,9 @@ class GangLogs:
         folder: Where the files lie.
         seats: The ranks.
         beside: Has something done that may take long; may raise RuntimeError, as a thread that cannot start.
+
+    Attributes:
+        mask: Takes secrets out of what the ranks say: all have the same.
     """
 
     def __init__(
@@ -48,10 +51,12 @@ class GangLogs:
         beside: Callable[[Callable[[], None]], None],
     ) -> None:
         self._beside = beside
-        self._fence = next(iter(seats.values())).fence
+        one = next(iter(seats.values()))
+        self._fence = one.fence
+        self.mask = Mask(one.secrets)
         self._tails = {
-            (rank, stream): LogTail(folder.log(rank, stream), Mask(seat.secrets))
-            for rank, seat in seats.items()
+            (rank, stream): LogTail(folder.log(rank, stream), self.mask)
+            for rank in seats
             for stream in _STREAMS
         }
         self._long = deque(self._tails.values())

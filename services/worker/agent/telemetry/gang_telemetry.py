@@ -74,6 +74,7 @@ class GangTelemetry:
     Attributes:
         faults: By rank, what a board held or became that no rank of ours makes of it, in words
             that follow "rank 1 …". Such a board is not looked at again.
+        mask: Takes secrets out of what the ranks say.
     """
 
     def __init__(
@@ -92,6 +93,7 @@ class GangTelemetry:
         self._node_id = node_id
         self._readers = dict(crew.boards)
         self._logs = GangLogs(folder, seats, beside)
+        self.mask = self._logs.mask
         self._seen: dict[int, BoardSnapshot] = {}
         self._started: set[int] = set()
         # While Redis is away they wait here: more than Redis would keep are of no use.
