@@ -11,6 +11,7 @@ from services.contract.messages.facts import (
     CheckpointLost,
     CheckpointVoted,
     ExitStanding,
+    GangEnded,
     RankExit,
 )
 from services.contract.messages.findings import Findings
@@ -26,6 +27,7 @@ from services.contract.messages.rank_pipe import (
     RankReady,
     RankVote,
 )
+from services.contract.redis import redis_keys
 from services.contract.storage.manifests import ShardFile
 from services.contract.words.ids import checkpoint_id, new_job_id
 from services.contract.words.states import RankPhase
@@ -373,3 +375,22 @@ def test_an_error_that_repeats_a_word_is_judged_in_no_time(word: str) -> None:
     assert not rank.echoes
     lost = f"of {word * 2}\n{word * 9}it has not taken part, or timed out"
     assert replace(rank, failed=said.model_copy(update={"error": lost})).echoes
+
+
+@pytest.mark.parametrize("letter", ["\x01", "😀"])
+def test_whatever_ranks_say_as_they_fail_their_end_is_a_fact_that_is_taken(letter: str) -> None:
+    words = {
+        "error": letter * 9_999,
+        "error_types": [letter * 999] * 32,
+        "traceback": letter * 99_999,
+    }
+    said = RankFailed.model_validate({**words, "step": 1})
+    ranks = {n: RankState(n, n + 1, failed=said, exit_code=1, arrived=n) for n in range(128)}
+    state = replace(gang(), ranks=ranks)
+    told = exits(state, dict.fromkeys(ranks, LastPhase(step=1, phase="FORWARD")))
+    end = GangEnded(job_id=JOB, fence=1, node_id=NODE, exits=told, last_step=1)
+    assert len(end.model_dump_json().encode()) < redis_keys.LONGEST_FACT // 2
+    assert [each.rank for each in told] == list(ranks)
+    assert told[0].traceback == said.traceback
+    assert told[-1].traceback is None
+    assert (told[-1].error or "").startswith(letter)

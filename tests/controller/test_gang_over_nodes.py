@@ -1,5 +1,7 @@
 """A gang on several nodes starts, stops and fails as one."""
 
+import pytest
+
 from services.contract.api.views import StopRequest
 from services.contract.jobs.plans import GangPlan, RankPlacement
 from services.contract.messages.base import Address
@@ -13,6 +15,7 @@ from services.contract.messages.facts import (
     RankExit,
 )
 from services.contract.messages.findings import Findings, RankFinding
+from services.contract.redis.redis_keys import LONGEST_TEXT
 from services.contract.words.ids import checkpoint_id
 from services.contract.words.states import ExitReason, FailureClass, JobState
 from services.controller.domain.decisions.attempt_events import (
@@ -327,3 +330,55 @@ def test_a_node_whose_ranks_trained_on_is_told_from_one_that_is_gone() -> None:
         assert attempt.diagnosis.summary.startswith("loom-2 is lost")
         told = "for 4.2 s after its agent was last heard of" in attempt.diagnosis.summary
         assert told is is_said
+
+
+@pytest.mark.parametrize("how", ["they fail", "they hang"])
+def test_a_record_takes_whatever_five_hundred_ranks_say_as_they_end(how: str) -> None:
+    """One that Redis does not take can never be written, and the attempt would not end."""
+    job = new_job(resources={"ranks": 512}, train={"steps": 10, "global_batch": 512})
+    nodes = [f"loom-{number}" for number in range(1, 65)]
+    seats = tuple(
+        RankPlacement(rank=rank, node_id=nodes[rank // 8], local_rank=rank % 8, device="cpu")
+        for rank in range(512)
+    )
+    plan = GangPlan(device_type="cpu", sharding=default_plan.shard(job.spec), ranks=seats)
+    events: list[JobEvent] = [GangPlaced(plan, dict.fromkeys(nodes, "life-1"))]
+    for place, node in enumerate(nodes):
+        pids = dict.fromkeys(range(8 * place, 8 * place + 8), 1)
+        store = STORE if node == HEAD else None
+        events.append(GangLaunched(job_id=job.id, fence=1, node_id=node, pids=pids, store=store))
+    job = play(job, events).job
+    for place, node in enumerate(nodes):
+        its = range(8 * place, 8 * place + 8)
+        shown = {"pid": 1, "phase": "FORWARD", "step": 5}
+        found = Findings(
+            why="hang",
+            still_s=6.0,
+            allowed_s=5.0,
+            ranks=tuple(
+                RankFinding(rank=rank, stacks="s" * 32_768, process="S", **shown) for rank in its
+            ),
+        )
+        exits = tuple(
+            RankExit(
+                rank=rank,
+                order=order,
+                exit_code=1,
+                error="e" * 4_096,
+                traceback="t" * 32_768,
+                **shown,
+            )
+            for order, rank in enumerate(its)
+        )
+        fact = GangEnded(
+            job_id=job.id,
+            fence=1,
+            node_id=node,
+            exits=exits,
+            last_step=5,
+            hang=found if how == "they hang" else None,
+        )
+        job = decide(job, fact, NOW).job
+        assert len(job.model_dump_json()) < LONGEST_TEXT
+    assert job.attempt is None or job.attempt.is_over
+    assert job.attempts[-1].exit_reason is not None

@@ -13,9 +13,12 @@ from services.contract.words.bounds import (
     Text,
     Traceback,
     Whole,
+    shortened,
 )
 
 _FRAMES: Final = 256
+_BRIEF_FRAMES: Final = 4
+_BRIEF_CHARACTERS: Final = 256
 MOST_CONNECTIONS: Final = 64
 
 
@@ -58,6 +61,12 @@ class RankFinding(Message):
     stacks: Traceback | None = None
     lost_thread: bool = False
     unanswered: Annotated[tuple[Unanswered, ...], Field(max_length=MOST_CONNECTIONS)] = ()
+
+
+def in_brief(found: RankFinding) -> RankFinding:
+    """Without its stacks, and with the innermost frames alone."""
+    frames = tuple(shortened(frame, _BRIEF_CHARACTERS) for frame in found.frames[:_BRIEF_FRAMES])
+    return found.model_copy(update={"stacks": None, "frames": frames})
 
 
 class Findings(Message):

@@ -5,10 +5,10 @@ A rank runs the user's code, and any process that has an agent's password of Red
 
 import itertools
 import math
-from collections.abc import Callable, Mapping
-from typing import Annotated, Any, Final
+from collections.abc import Callable, Iterable, Mapping
+from typing import Annotated, Any, Final, TypeVar
 
-from pydantic import BeforeValidator, Field, StringConstraints
+from pydantic import BaseModel, BeforeValidator, Field, StringConstraints
 
 ERROR_CHARACTERS: Final = 4_096
 TRACEBACK_CHARACTERS: Final = 32_768
@@ -31,6 +31,7 @@ MOST_MS: Final = 253_402_300_799_000
 """The end of the year 9999, in milliseconds since 1970: no later time can be shown."""
 
 
+_Item = TypeVar("_Item", bound=BaseModel)
 _masks: Final[list[Callable[[str], str]]] = []
 
 
@@ -62,6 +63,20 @@ def shortened(text: str, limit: int) -> str:
     mark = f" … {len(text) - limit} characters cut … "
     half = (limit - len(mark)) // 2
     return f"{text[:half]}{mark}{text[-half:]}"
+
+
+def within_room(
+    items: Iterable[_Item], room: int, brief: Callable[[_Item], _Item]
+) -> tuple[_Item, ...]:
+    """All items, in their order: the first that take ``room`` bytes of JSON together as they are, the others ``brief``.
+
+    A text of control characters takes six bytes for each.
+    """
+    kept = []
+    for item in items:
+        room -= len(item.model_dump_json().encode())
+        kept.append(item if room >= 0 else brief(item))
+    return tuple(kept)
 
 
 def encodable(text: str) -> str:

@@ -205,9 +205,9 @@ def on_ended(fact: GangEnded, draft: Draft) -> None:
     hang = () if fact.hang is None else (NodeFindings(node_id=fact.node_id, findings=fact.hang),)
     draft.change_attempt(
         ended_nodes=(*attempt.ended_nodes, fact.node_id),
-        exits=attempt.exits + exits,
+        exits=Attempt.exits_kept(attempt.exits + exits),
         last_step=max(attempt.last_step, fact.last_step),
-        hang=attempt.hang + hang,
+        hang=Attempt.findings_kept(attempt.hang + hang),
         oom_kills=attempt.oom_kills + fact.oom_kills,
     )
     if ended_well:
@@ -230,7 +230,7 @@ def on_diagnosed(fact: GangDiagnosed, draft: Draft) -> None:
     looks = (*(known for known in attempt.looks if known.node_id != fact.node_id), look)
     found = diagnose.of_findings(looks, attempt.world_size, attempt.addresses)
     found = found.model_copy(update={"live": True, "at_ms": draft.now_ms})
-    draft.change_attempt(diagnosis=found, looks=looks)
+    draft.change_attempt(diagnosis=found, looks=Attempt.findings_kept(looks))
     if len(looks) == len(attempt.live_nodes):
         draft.note("job.diagnosed", found.summary, verdict=found.verdict, rank=found.rank)
 

@@ -7,13 +7,18 @@ from pydantic import Field
 from fsdp_core.plan.model import MeshPlan
 from services.contract.messages.base import Address
 from services.contract.messages.facts import ExitStanding, RankExit
-from services.contract.messages.findings import Findings
+from services.contract.messages.findings import Findings, in_brief
+from services.contract.words.bounds import shortened, within_room
 from services.contract.words.ids import CheckpointId, NodeId
 from services.contract.words.states import ExitReason, FailureClass
 from services.controller.domain.record import Record
 
 ATTEMPTS_KEPT: Final = 20
 """So many of the newest attempts a job's record keeps, beside its first one."""
+# A record that Redis does not take can never be written, and its attempt would not end.
+_EXITS_BYTES: Final = 4 << 20
+_FINDINGS_BYTES: Final = 4 << 20
+_BRIEF_CHARACTERS: Final = 256
 
 
 class Failure(Record):
@@ -59,6 +64,17 @@ class NodeExit(Record):
 
     node_id: NodeId
     exit: RankExit
+
+
+def _without_traceback(one: NodeExit) -> NodeExit:
+    error = None if one.exit.error is None else shortened(one.exit.error, _BRIEF_CHARACTERS)
+    brief = {"error": error, "error_types": (), "traceback": None}
+    return one.model_copy(update={"exit": one.exit.model_copy(update=brief)})
+
+
+def _without_stacks(one: NodeFindings) -> NodeFindings:
+    ranks = tuple(map(in_brief, one.findings.ranks))
+    return one.model_copy(update={"findings": one.findings.model_copy(update={"ranks": ranks})})
 
 
 class ReplicaBook(Record):
@@ -138,6 +154,19 @@ class Attempt(Record):
     lost_steps: int | None = None
     notices: tuple[str, ...] = ()
     replicas: ReplicaBook | None = None
+
+    @staticmethod
+    def exits_kept(exits: tuple[NodeExit, ...]) -> tuple[NodeExit, ...]:
+        """Exits as a record takes them: what ranks said that failed first is kept, of the others their errors."""
+        in_order = sorted(exits, key=lambda each: (each.exit.standing, each.exit.order))
+        kept = within_room(in_order, _EXITS_BYTES, _without_traceback)
+        by_place = {(each.node_id, each.exit.rank): each for each in kept}
+        return tuple(by_place[each.node_id, each.exit.rank] for each in exits)
+
+    @staticmethod
+    def findings_kept(found: tuple[NodeFindings, ...]) -> tuple[NodeFindings, ...]:
+        """The same of what nodes found: of those that came later, the innermost frames."""
+        return within_room(found, _FINDINGS_BYTES, _without_stacks)
 
     @property
     def live_nodes(self) -> tuple[NodeId, ...]:

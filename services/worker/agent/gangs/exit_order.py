@@ -14,9 +14,12 @@ from typing import Final
 
 from services.contract.messages.facts import ExitStanding, RankExit
 from services.contract.system.durable import open_plain
+from services.contract.words.bounds import shortened, within_room
 from services.worker.agent.gangs.state import GangState, RankState
 from services.worker.agent.telemetry.gang_telemetry import LastPhase
 
+_WORDS_BYTES: Final = 2 << 20
+_BRIEF_CHARACTERS: Final = 256
 # Before what the signal's handler writes of all threads.
 _LAST_WORDS: Final = 1 << 18
 # What C++ and libraries in C write before they abort for it.
@@ -37,14 +40,23 @@ def exits(
 ) -> tuple[RankExit, ...]:
     """How every rank of an ended gang ended, in the order of failure.
 
+    Of those behind the first megabytes of words the error alone is told: a fact that is too long is not taken,
+    and its gang would never end.
+
     ``oom_kills``: how many processes the kernel killed for want of memory meanwhile.
     ``lacked_memory``: the ranks that aborted because they were refused memory.
     """
     ordered = sorted(state.ranks.values(), key=lambda rank: (standing(rank), rank.arrived or 0))
-    return tuple(
+    ended = (
         _exit(state, rank, boards[rank.rank], order, (oom_kills, rank.rank in lacked_memory))
         for order, rank in enumerate(ordered)
     )
+    return within_room(ended, _WORDS_BYTES, _in_brief)
+
+
+def _in_brief(ended: RankExit) -> RankExit:
+    error = None if ended.error is None else shortened(ended.error, _BRIEF_CHARACTERS)
+    return ended.model_copy(update={"error": error, "error_types": (), "traceback": None})
 
 
 def aborted_for_memory(rank: RankState, log: Path) -> bool:

@@ -21,7 +21,7 @@ from services.contract.messages.facts import (
     RunningGang,
     TraceRecorded,
 )
-from services.contract.messages.findings import Findings
+from services.contract.messages.findings import Findings, in_brief
 from services.contract.messages.rank_pipe import (
     RankMessage,
     RankMetrics,
@@ -31,6 +31,7 @@ from services.contract.messages.rank_pipe import (
 )
 from services.contract.messages.telemetry import RankSample
 from services.contract.system.pipe_end import PipeEnd
+from services.contract.words.bounds import within_room
 from services.worker.agent.gangs.decisions import decide
 from services.worker.agent.gangs.events import (
     CheckVote,
@@ -77,6 +78,7 @@ from services.worker.agent.telemetry.hang import Mark
 
 _PIPE_END_S: Final = 2.0
 _REAPED_WITHIN_S: Final = 1.0
+_FOUND_BYTES: Final = 3 << 20  # of a fact; one that is too long is not taken
 _SIGKILL: Final = int(signal.SIGKILL)
 _log = structlog.get_logger()
 
@@ -431,7 +433,7 @@ class GangRuntime:
             why=wanted.why,
             still_s=wanted.stall.still_s,
             allowed_s=wanted.stall.allowed_s,
-            ranks=tuple(found),
+            ranks=within_room(found, _FOUND_BYTES, in_brief),
         )
         self.happen(LookedInto(findings))
 
