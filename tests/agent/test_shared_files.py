@@ -38,7 +38,6 @@ from services.contract.messages.facts import (
     CheckpointVerified,
     ExportFailed,
     Fact,
-    JobFound,
     TraceFailed,
     TraceRecorded,
 )
@@ -303,8 +302,7 @@ def test_a_node_that_never_saw_a_job_finds_it_again_as_it_stood(place: Place) ->
     stands = KeepStanding(job_id=JOB, fence=1, standing=JobState.PAUSED, reason="a person")
     place.on("node-1").keep_standing(stands)
     assert place.on("node-2").files.jobs() == [JOB]
-    found = place.on("node-2").find_job(JOB, None, 0)
-    assert isinstance(found, JobFound)
+    (found,) = place.on("node-2").find_job(JOB, None, 0)
     assert (found.fence, found.card.standing) == (1, JobState.PAUSED)
     assert [each.step for each in found.manifests.values()] == [3]
 
@@ -315,7 +313,7 @@ def test_a_deleted_job_is_not_found_and_a_purged_one_leaves_nothing(place: Place
     place.on("node-1").commit(commit(manifest))
     assert place.on("node-2").put_card_away(JOB)
     assert not place.on("node-1").put_card_away(JOB)
-    assert place.on("node-1").find_job(JOB, None, 0) is None
+    assert place.on("node-1").find_job(JOB, None, 0) == ()
     for node in NODES:
         assert purge(place.on(node), PurgeJob(job_id=JOB, fence=1), node).error is None
     assert place.names() == set()
@@ -702,7 +700,7 @@ def test_a_bucket_that_fails_after_the_start_is_told_and_that_it_is_well_again(
 def test_copies_of_a_job_that_was_purged_elsewhere_go(bucket: Place) -> None:
     bucket.on("node-1").open_attempt(launch(1))
     other = bucket.on("node-2")
-    assert other.find_job(JOB, None, 0) is not None
+    assert other.find_job(JOB, None, 0) != ()
     assert purge(bucket.on("node-1"), PurgeJob(job_id=JOB, fence=1), "node-1").error is None
     other.files.jobs()
     assert (other.root / JOB).is_dir()  # an attempt may have been about to be opened

@@ -2,6 +2,7 @@
 
 import errno
 import hashlib
+import itertools
 import os
 from pathlib import Path
 
@@ -23,6 +24,7 @@ from services.contract.messages.facts import (
     CheckpointUnread,
     CheckpointVerified,
 )
+from services.contract.redis import redis_keys
 from services.contract.storage import commit_chain
 from services.contract.storage.commit_chain import ChainError, CommitChain
 from services.contract.storage.job_cards import put_card_away
@@ -189,8 +191,7 @@ def test_a_purge_of_an_overtaken_attempt_removes_nothing(
 
 def test_a_card_says_that_its_job_is_to_run_until_it_is_told_otherwise(storage: Storage) -> None:
     def kept() -> tuple[JobState, str]:
-        found = storage.find_job(JOB, None, 0)
-        assert found is not None
+        (found,) = storage.find_job(JOB, None, 0)
         return found.card.standing, found.card.reason
 
     pause = KeepStanding(job_id=JOB, fence=1, standing=JobState.PAUSED, reason="on request")
@@ -203,7 +204,37 @@ def test_a_card_says_that_its_job_is_to_run_until_it_is_told_otherwise(storage: 
     assert kept() == (JobState.QUEUED, "")
     put_card_away(storage.root, JOB)
     storage.keep_standing(pause.model_copy(update={"fence": 2}))
-    assert storage.find_job(JOB, None, 0) is None
+    assert storage.find_job(JOB, None, 0) == ()
+
+
+def test_a_job_of_many_ranks_and_checkpoints_is_told_of_in_facts_that_are_taken(
+    storage: Storage,
+) -> None:
+    ranks, count = 1_024, 80
+    shards = tuple(
+        ShardFile(rank=rank, name=f"rank-{rank:05d}.safetensors", bytes=1 << 30, sha256="a" * 64)
+        for rank in range(ranks)
+    )
+    for step in range(1, count + 1):
+        manifest = Manifest(
+            job_id=JOB,
+            checkpoint_id=checkpoint_id(JOB, step, 1),
+            fence=1,
+            step=step,
+            world_size=ranks,
+            shards=shards,
+        )
+        record = storage.root / JOB / "chain" / f"{step + 1:08d}.json"
+        record.write_bytes(manifest.model_dump_json().encode())
+    storage.open_attempt(
+        launch(fence=2).model_copy(update={"resume_from": checkpoint_id(JOB, 3, 1)})
+    )
+    facts = storage.find_job(JOB, None, 0)
+    assert max(len(fact.model_dump_json().encode()) for fact in facts) < redis_keys.LONGEST_FACT
+    steps = [[each.step for each in fact.manifests.values()] for fact in facts]
+    assert steps[0][0] == 3, "from which it goes on"
+    assert steps[0][-1] == count
+    assert sorted(itertools.chain(*steps)) == list(range(1, count + 1))
 
 
 def test_a_shard_to_which_somebody_goes_on_to_write_is_read_to_its_voted_end_only(

@@ -3,7 +3,9 @@
 import contextlib
 import os
 import threading
+from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import Final
 
 import structlog
 
@@ -51,6 +53,7 @@ from services.contract.words.states import JobState
 from services.worker.agent.storage.loading import Progress, Untold
 from services.worker.agent.storage.shared_files import SharedFiles, as_shared
 
+_MANIFESTS_BYTES: Final = 4 << 20
 _log = structlog.get_logger()
 
 
@@ -145,8 +148,12 @@ class Storage:
                 kept = command.model_dump(include={"standing", "reason", "exit_reason"})
                 self._write_card(card.model_copy(update=kept))
 
-    def find_job(self, job_id: str, running: RunningGang | None, last_step: int) -> JobFound | None:
-        """What storage tells of a job; None without a card, or of one that was deleted.
+    def find_job(
+        self, job_id: str, running: RunningGang | None, last_step: int
+    ) -> tuple[JobFound, ...]:
+        """What storage tells of a job; nothing without a card, or of one that was deleted.
+
+        Of a job of many ranks that keeps many checkpoints several facts: one that is too long is not taken.
 
         Args:
             job_id: The job.
@@ -159,19 +166,23 @@ class Storage:
         card = self.card(job_id)
         chain = self.chain(job_id)
         if card is None:
-            return None
+            return ()
         reading = chain.read()
         fence = max(reading.fence, card.fence)
         is_newest = running is not None and running.fence == fence == card.fence
-        return JobFound(
+        found = JobFound(
             job_id=job_id,
             fence=fence,
             node_id=self._node_id,
             card=card,
-            manifests=dict(reading.committed),
+            manifests={},
             damaged=reading.damaged,
             is_running=is_newest,
             last_step=last_step if is_newest else 0,
+        )
+        return tuple(
+            found.model_copy(update={"manifests": part} | ({"damaged": ()} if place else {}))
+            for place, part in enumerate(_in_parts(reading.committed, card.resume_from))
         )
 
     def commit(self, command: CommitCheckpoint) -> CheckpointLinked | CheckpointLost:
@@ -358,6 +369,22 @@ class Storage:
             reason=str(error),
             condition=node_condition(error, self._node_id),
         )
+
+
+def _in_parts(
+    manifests: Mapping[int, Manifest], source: str | None
+) -> Iterator[dict[int, Manifest]]:
+    """So many together as a fact has room for: at first the one to go on from, and the newest."""
+    part: dict[int, Manifest] = {}
+    room = _MANIFESTS_BYTES
+    for number in sorted(manifests, key=lambda n: (manifests[n].checkpoint_id != source, -n)):
+        size = len(manifests[number].model_dump_json().encode())
+        if part and size > room:
+            yield dict(sorted(part.items()))
+            part, room = {}, _MANIFESTS_BYTES
+        part[number] = manifests[number]
+        room -= size
+    yield dict(sorted(part.items()))
 
 
 def _number_of(manifest: Manifest, chain: CommitChain) -> int | None:

@@ -191,9 +191,11 @@ class StorageRounds:
 
     async def _report(self, job_id: str, gangs: Mapping[str, tuple[RunningGang, int]]) -> None:
         running, last_step = gangs.get(job_id, (None, 0))
-        fact = await asyncio.to_thread(self._storage.find_job, job_id, running, last_step)
-        if fact is not None:
-            _log.warning("job_unknown_to_redis", job=job_id, checkpoints=len(fact.manifests))
+        facts = await asyncio.to_thread(self._storage.find_job, job_id, running, last_step)
+        if facts:
+            count = sum(len(fact.manifests) for fact in facts)
+            _log.warning("job_unknown_to_redis", job=job_id, checkpoints=count)
+        for fact in facts:
             self._tell(fact)
 
     def _put_away(self, job_id: str) -> None:
