@@ -63,15 +63,18 @@ class Guarded:
     ca: Path
     cert: Path
 
-    def url(self, user: str, password: str) -> str:
-        return f"rediss://{user}:{password}@localhost:{self.port}/0"
+    def url(self, user: str, password: str, database: int = 0) -> str:
+        return f"rediss://{user}:{password}@localhost:{self.port}/{database}"
 
-    def client(self, user: str, password: str) -> "Redis":
-        address = redis_address(self.url(user, password), ca=self.ca, cert=self.cert)
+    def client(self, user: str, password: str, database: int = 0) -> "Redis":
+        address = redis_address(self.url(user, password, database), ca=self.ca, cert=self.cert)
         return Redis.from_url(address, decode_responses=True)
 
-    def settings(self, user: str, password: str) -> dict[str, str]:
+    def settings(self, user: str, password: str, of_telemetry: int) -> dict[str, str]:
+        """Of a process; ``of_telemetry``: the database of what ranks report, 0 if all is in one."""
+        telemetry = {"telemetry_redis_url": self.url(user, password, of_telemetry)}
         return {
+            **(telemetry if of_telemetry else {}),
             "redis_url": self.url(user, password),
             "redis_ca": str(self.ca),
             "redis_cert": str(self.cert),
@@ -121,26 +124,34 @@ def _free_port() -> Iterator[int]:
         yield int(probe.getsockname()[1])
 
 
-def assert_told_again_from_storage(guarded: Guarded, controller: Controller, job_id: str) -> None:
+def assert_told_again_from_storage(
+    guarded: Guarded, controller: Controller, job_id: str, of_telemetry: int
+) -> None:
     path = f"/v1/jobs/{job_id}/metrics"
-    with guarded.client("admin", ADMIN) as admin:
+    with (
+        guarded.client("admin", ADMIN) as admin,
+        guarded.client("admin", ADMIN, of_telemetry) as telemetry,
+    ):
         until(lambda: admin.hexists(keys.job_last(job_id), "steps"), timeout_s=30)
         told = controller.client.get(path).json()
         assert told["items"]
-        admin.delete(keys.job_records(job_id), keys.job_steps(job_id))
+        assert telemetry.delete(keys.job_records(job_id), keys.job_steps(job_id))
         assert controller.client.get(path).json() == told
 
 
 @pytest.mark.ranks
-def test_a_job_runs_and_no_role_meets_a_refusal(guarded: Guarded, start_agent: StartAgent) -> None:
+@pytest.mark.parametrize("of_telemetry", [0, 1])
+def test_a_job_runs_and_no_role_meets_a_refusal(
+    guarded: Guarded, start_agent: StartAgent, of_telemetry: int
+) -> None:
     with guarded.client("admin", ADMIN) as admin:
         admin.flushall()
         admin.acl_log_reset()
     agent_user = {
         f"MESHLOOM_{name.upper()}": text
-        for name, text in guarded.settings(f"agent-{NODE}", AGENT).items()
+        for name, text in guarded.settings(f"agent-{NODE}", AGENT, of_telemetry).items()
     }
-    settings = guarded.settings("controller", CONTROLLER)
+    settings = guarded.settings("controller", CONTROLLER, of_telemetry)
     with started(settings.pop("redis_url"), **settings) as controller:
         client = controller.client
         agent = start_agent(agent_user.pop("MESHLOOM_REDIS_URL"), **agent_user)
@@ -156,7 +167,7 @@ def test_a_job_runs_and_no_role_meets_a_refusal(guarded: Guarded, start_agent: S
         done = client.post("/v1/jobs", json=body).json()["id"]
         until(lambda: controller.state(done) == "SUCCEEDED", timeout_s=120)
         assert (agent.folder.code / hex_of(digest_of(code)) / "brought.py").is_file()
-        assert_told_again_from_storage(guarded, controller, done)
+        assert_told_again_from_storage(guarded, controller, done, of_telemetry)
         endless = job_body(
             model={"factory": "rank_program:train", "args": {"pause_s": 0.01, "lines": 3}},
             train={"steps": 10**6},
