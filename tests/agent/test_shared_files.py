@@ -557,6 +557,36 @@ def test_copies_are_bounded_and_what_is_loaded_stays(bucket: Place) -> None:
     assert not list(other.root.rglob(SHARD.name))
 
 
+@pytest.mark.timeout(60)
+def test_a_copy_that_takes_long_to_remove_holds_up_nothing_else(
+    bucket: Place, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A rank may have made it in a hundred thousand pieces; the loop releases what ended gangs had loaded."""
+    begun, freed = threading.Event(), threading.Event()
+    unlink = os.unlink
+
+    def take_long(path: str, *, dir_fd: int | None = None) -> None:
+        begun.set()
+        freed.wait()
+        unlink(path, dir_fd=dir_fd)
+
+    bucket.most_copies = len(CONTENT)
+    storage = bucket.on("node-1")
+    storage.open_attempt(launch(1))
+    first = bucket.save("node-1", 3)
+    storage.commit(commit(first))
+    monkeypatch.setattr(os, "unlink", take_long)
+    saving = threading.Thread(target=bucket.save, args=("node-1", 4))
+    saving.start()
+    begun.wait()
+    storage.files.release("a gang")
+    folder = storage.chain(JOB).shard_folder(first.checkpoint_id)
+    assert not (folder / SHARD.name).exists(), "nobody loads what is about to go"
+    freed.set()
+    saving.join()
+    assert list(folder.iterdir()) == []
+
+
 def test_a_copy_that_somebody_changed_is_brought_again(bucket: Place) -> None:
     storage = bucket.on("node-1")
     storage.open_attempt(launch(1))

@@ -309,6 +309,7 @@ class BucketFiles:
 
     def _count(self, path: Path) -> None:
         """The bucket has it: it may go. Remove what is too much of such copies, the longest unused first."""
+        aside: list[Path] = []
         with self._counting, contextlib.suppress(FileNotFoundError):
             self._copies[path] = path.lstat().st_size
             self._copies.move_to_end(path)
@@ -318,7 +319,10 @@ class BucketFiles:
                     break
                 if old not in loading:
                     del self._copies[old]
-                    _unlink(old)
+                    aside += _put_aside(old)
+        # Not within: to free the pieces of which a rank has made one may take minutes, and the agent's loop counts, too.
+        for doomed in aside:
+            _unlink(doomed)
 
     def _forget_below(self, path: Path) -> None:
         with self._counting:
@@ -343,14 +347,33 @@ def _give_to_owner_of(folder: Path, descriptor: int) -> None:
         os.fchown(descriptor, owner.st_uid, owner.st_gid)
 
 
+def _put_aside(path: Path) -> list[Path]:
+    """Give a copy another name, by which nobody loads it; nothing where it is not there any more."""
+    aside = path.with_name(f"{DRAFT_PREFIX}{secrets.token_hex(8)}")
+    with contextlib.suppress(OSError), _only_folder(path.parent) as folder:
+        os.rename(path.name, aside.name, src_dir_fd=folder, dst_dir_fd=folder)
+        return [aside]
+    return []
+
+
 def _unlink(path: Path) -> None:
-    """Remove a copy, unless its folder is by now a link that leads elsewhere."""
-    with contextlib.suppress(OSError):
-        folder = os.open(path.parent, _ONLY_A_FOLDER)
-        try:
-            os.unlink(path.name, dir_fd=folder)
-        finally:
-            os.close(folder)
+    """Remove a copy, if it is there."""
+    with contextlib.suppress(OSError), _only_folder(path.parent) as folder:
+        os.unlink(path.name, dir_fd=folder)
+
+
+@contextlib.contextmanager
+def _only_folder(path: Path) -> Iterator[int]:
+    """A descriptor of a folder.
+
+    Raises:
+        OSError: It is not there, or by now a link that leads elsewhere.
+    """
+    folder = os.open(path, _ONLY_A_FOLDER)
+    try:
+        yield folder
+    finally:
+        os.close(folder)
 
 
 def _version(path: Path, etag: str) -> _Version | None:
