@@ -45,6 +45,9 @@ def anyio_backend() -> str:
     return "asyncio"
 
 
+BOOTSTRAP = "the-operators-own"
+
+
 @dataclass(frozen=True)
 class ControlPlane:
     """A controller that leads, a client of it, and an agent on the same Redis."""
@@ -167,3 +170,10 @@ def quiet_plane(redis_url: str) -> Iterator[ControlPlane]:
     """A controller that does not lead: jobs stay as they were submitted."""
     with open_plane(redis_url, AccessPolicy(), leads=False) as opened:
         yield opened
+
+
+@pytest.fixture
+def guarded(redis_url: str) -> Iterator[ControlPlane]:
+    """A controller that wants tokens; its client shows none by itself."""
+    with open_plane(redis_url, AccessPolicy(token=BOOTSTRAP), leads=False) as plane:
+        yield plane

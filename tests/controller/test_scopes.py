@@ -9,8 +9,8 @@ from services.contract.words.ids import checkpoint_id
 from services.controller.api.app import ROUTERS
 from services.controller.api.guard import AccessPolicy
 from services.local.embedded_redis import EmbeddedRedis
-from tests.controller.conftest import ControlPlane, job_body, open_plane
-from tests.controller.test_access import BOOTSTRAP, make
+from tests.controller.conftest import BOOTSTRAP, ControlPlane, job_body, open_plane
+from tests.controller.credentials import make
 
 pytestmark = pytest.mark.redis
 
