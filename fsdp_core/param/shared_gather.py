@@ -16,6 +16,7 @@ nobody waits for it: garbage is collected at other times on other ranks.
 
 from __future__ import annotations
 
+import threading
 import weakref
 from dataclasses import dataclass
 from functools import partial
@@ -312,6 +313,7 @@ def _leave(counters: list[Counters]) -> None:
 
 
 _guarded: weakref.WeakSet[SharedSlices] = weakref.WeakSet()
+_guarded_lock = threading.RLock()  # one thread may shard a model while another steps
 
 
 def _guard_optimizers(slices: SharedSlices) -> None:
@@ -322,14 +324,17 @@ def _guard_optimizers(slices: SharedSlices) -> None:
     """
     if not _optimizer_hooks:
         _optimizer_hooks.append(register_optimizer_step_pre_hook(_before_step))
-    _guarded.add(slices)
+    with _guarded_lock:
+        _guarded.add(slices)
 
 
 _optimizer_hooks: list[RemovableHandle] = []
 
 
 def _before_step(optimizer: torch.optim.Optimizer, *_: object) -> None:
-    written = _written_by(optimizer, list(_guarded))
+    with _guarded_lock:
+        guarded = list(_guarded)
+    written = _written_by(optimizer, guarded)
     # First all uses end: the order of a set is another on each rank, and two ranks that began with
     # different groups would wait for each other.
     for slices in written:

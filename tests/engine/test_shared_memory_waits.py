@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import sys
 import threading
 from collections import OrderedDict
 from datetime import timedelta
@@ -312,6 +313,40 @@ def check_lost_reductions(ctx: RankContext, policy: SharedMemoryPolicy) -> None:
         gc.collect()
     dist.barrier()
     assert all(map(torch.equal, train(ctx, sharded(ctx, policy)), train(ctx, sharded(ctx, None))))
+
+
+def test_an_optimizer_steps_while_another_thread_shards(gangs: Gangs) -> None:
+    gangs(2).run(check_step_while_sharding)
+
+
+def check_step_while_sharding(ctx: RankContext) -> None:
+    """The optimizer looks through all groups in shared memory, to which the main thread adds."""
+    plain = nn.Linear(3, 3)
+    optimizer = torch.optim.SGD(plain.parameters(), lr=0.1)
+    is_over = threading.Event()
+    failed: list[RuntimeError] = []
+
+    def step_on() -> None:
+        try:
+            while not is_over.is_set():
+                optimizer.step()
+        except RuntimeError as error:
+            failed.append(error)
+
+    interval = sys.getswitchinterval()
+    thread = threading.Thread(target=step_on)
+    sys.setswitchinterval(1e-6)
+    try:
+        thread.start()
+        kept = [
+            fully_shard(nn.Linear(2, 2), mesh=ctx.mesh, shared_memory=COPIED) for _ in range(100)
+        ]
+    finally:
+        is_over.set()
+        thread.join()
+        sys.setswitchinterval(interval)
+    assert not failed
+    assert all(isinstance(each, FSDPModule) for each in kept)
 
 
 def test_threads_without_an_order_are_told_so(gangs: Gangs) -> None:
