@@ -30,7 +30,7 @@ from services.contract.system.durable import open_plain
 from services.contract.words.ids import new_job_id
 from services.worker.agent.gangs import runtime
 from services.worker.agent.gangs.runtime import GangRuntime
-from services.worker.agent.host.folders import NodeFolder
+from services.worker.agent.host.folders import AttemptFolder, NodeFolder
 from services.worker.agent.host.processes import is_dying, kill_tracers
 from services.worker.agent.node_commands import NodeCommands
 from services.worker.agent.ranks.launch import Crew
@@ -222,6 +222,13 @@ def test_of_logs_that_are_too_long_the_last_part_of_one_is_kept_at_a_look(tmp_pa
         assert [log.stat().st_size <= FILE_BYTES for log in logs].count(True) == kept
 
 
+def gang_of(pid: int, root: Path, attempt: AttemptFolder) -> GangRuntime:
+    """A gang of one rank, which has neither pipe nor board."""
+    seats = {0: watched(root)._seats[0]}
+    crew = Crew(seats=seats, store=None, pids={0: pid}, pipes={}, boards={})
+    return GangRuntime(crew, NODE, attempt, FolderFiles(root), lambda _: None)
+
+
 def test_a_log_that_takes_long_to_empty_holds_up_no_other_gang_and_not_its_own_end(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -240,10 +247,7 @@ def test_a_log_that_takes_long_to_empty_holds_up_no_other_gang_and_not_its_own_e
     log = attempt.log(0, "stdout")
 
     async def run(pid: int) -> None:
-        crew = Crew(
-            seats={0: watched(tmp_path)._seats[0]}, store=None, pids={0: pid}, pipes={}, boards={}
-        )
-        gang = GangRuntime(crew, NODE, attempt, FolderFiles(tmp_path), lambda _: None)
+        gang = gang_of(pid, tmp_path, attempt)
         log.write_bytes(b"a line\n")
         os.truncate(log, FILE_BYTES + 1)
         gang.tick()
@@ -287,10 +291,7 @@ def test_a_log_that_takes_long_to_read_holds_up_no_other_gang_and_not_its_own_en
     attempt.log(0, "stdout").write_bytes(b"a line\n")
 
     async def run(pid: int) -> None:
-        crew = Crew(
-            seats={0: watched(tmp_path)._seats[0]}, store=None, pids={0: pid}, pipes={}, boards={}
-        )
-        gang = GangRuntime(crew, NODE, attempt, FolderFiles(tmp_path), lambda _: None)
+        gang = gang_of(pid, tmp_path, attempt)
         assert gang.take_records().logs == ()
         assert begun.is_set()
         assert not gang.drained()

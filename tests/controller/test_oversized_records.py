@@ -20,6 +20,16 @@ from tests.controller.histories import NODE
 from tests.waiting import until
 
 
+def two_that_train(plane: ControlPlane) -> tuple[str, str]:
+    """Two jobs on the plane's node."""
+    plane.agent.join()
+    first, second = plane.submit(resources={"ranks": 1}), plane.submit(resources={"ranks": 1})
+    for job_id in (first, second):
+        plane.agent.trains(plane.agent.launches(job_id), [1])
+        plane.in_state(job_id, "RUNNING")
+    return first, second
+
+
 @pytest.mark.redis
 def test_a_fact_that_is_longer_than_any_costs_itself_and_is_not_read(
     plane: ControlPlane, caplog: pytest.LogCaptureFixture
@@ -44,11 +54,7 @@ def test_a_fact_that_is_longer_than_any_costs_itself_and_is_not_read(
 def test_telemetry_of_any_size_costs_its_job_alone(redis_url: str) -> None:
     """Every agent may add to every job's samples, and all lists and loops read them."""
     with open_plane(redis_url, AccessPolicy()) as plane:
-        plane.agent.join()
-        flooded, other = plane.submit(resources={"ranks": 1}), plane.submit(resources={"ranks": 1})
-        for job_id in (flooded, other):
-            plane.agent.trains(plane.agent.launches(job_id), [1])
-            plane.in_state(job_id, "RUNNING")
+        flooded, other = two_that_train(plane)
         told = RankSample(
             rank=0,
             local_rank=0,
@@ -108,11 +114,7 @@ async def test_samples_of_all_jobs_together_are_bounded_and_small_ones_are_read(
 def test_records_of_any_length_and_number_cost_their_job_alone(redis_url: str) -> None:
     """Every agent may add to every job's streams, and lists and loops read them each second."""
     with open_plane(redis_url, AccessPolicy()) as plane:
-        plane.agent.join()
-        flooded, other = plane.submit(resources={"ranks": 1}), plane.submit(resources={"ranks": 1})
-        for job_id in (flooded, other):
-            plane.agent.trains(plane.agent.launches(job_id), [1])
-            plane.in_state(job_id, "RUNNING")
+        flooded, other = two_that_train(plane)
         long = f'{{"x":[{"[]," * 1_000_000}[]]}}'
         streams = (keys.job_steps, keys.job_metrics, keys.job_logs)
         for stream in streams:
