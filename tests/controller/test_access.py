@@ -53,7 +53,7 @@ def test_scopes_include_those_below_and_agents_stand_apart() -> None:
     }
 
 
-def test_each_scope_opens_its_doors_and_no_others(guarded: ControlPlane) -> None:
+def test_each_scope_allows_its_requests_and_no_others(guarded: ControlPlane) -> None:
     client = guarded.client
     doors: dict[str, Callable[[dict[str, str]], Response]] = {
         "look": lambda h: client.get("/v1/jobs", headers=h),

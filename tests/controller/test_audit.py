@@ -80,7 +80,7 @@ def test_the_trail_is_read_page_by_page(guarded: ControlPlane) -> None:
         ("POST", {"Origin": "http://evil.example"}, 403),
     ],
 )
-def test_who_is_refused_forever_does_not_wash_the_trail_away(
+def test_refusals_without_end_displace_nothing_else_of_the_trail(
     guarded: ControlPlane, method: str, headers: dict[str, str], status: int
 ) -> None:
     alice = make(guarded, "viewer")
