@@ -148,6 +148,7 @@ async def serve(
             settings.max_streams,
             telemetry_url=settings.telemetry_redis_address,
             telemetry_kept_s=kept_s,
+            telemetry_secret=settings.secret_of_telemetry,
             quota=Quota(settings.max_unfinished_jobs, settings.max_jobs),
         ) as bare_ports,
         HttpWebhooks(settings.webhook_hosts) as webhooks,

@@ -28,6 +28,8 @@ _NODE_ID: Final = TypeAdapter(NodeId)
 _BAD_ARGUMENTS: Final = 2
 _ANY_JOB: Final = f"job_{'?' * 26}"
 _ANY_DIGEST: Final = "?" * 64
+# An agent finds the keys of the jobs whose secret its controller told it. Without a setting there is none.
+_ANY_SECRET: Final = "?" * 32
 # By category: which commands it has differs between versions, and an unknown one stops the server.
 # Tracking would tell the names of all keys that change, whatever the keys of the user are.
 _CONNECTION: Final = "+@connection +time -@dangerous -@admin -client|tracking"
@@ -74,7 +76,8 @@ def _agent_rules(node_id: str) -> Iterator[str]:
     """What an agent may do to which keys."""
     own = [keys.node_lease(node_id), keys.node_beat(node_id), keys.node_inbox(node_id)]
     told = [
-        key(_ANY_JOB)
+        key(name)
+        for name in (_ANY_JOB, keys.telemetry_name(_ANY_JOB, _ANY_SECRET))
         for key in (
             *(keys.job_ranks, keys.job_steps, keys.job_metrics, keys.job_logs),
             *(keys.recalled, keys.recalled_steps, keys.recalled_metrics),

@@ -148,6 +148,13 @@ class Settings(RedisSettings):
         le=3_650,
         description="Days after a job's end for which Redis keeps samples and stacks, and records that storage could not take.",
     )
+    telemetry_secret: SecretStr | None = Field(
+        default=None,
+        description="Secret of at least 128 bits, the same for all controllers: keys of telemetry in Redis have a part that is derived from it and that only the agents of the job learn ([security](security.md#redis)). Change it while no job runs. Unset: an agent's user of Redis may write telemetry of any job.",
+    )
+    telemetry_secret_file: Path | None = Field(
+        default=None, description="File that has it, in place of `MESHLOOM_TELEMETRY_SECRET`."
+    )
     otel_endpoint: str | None = Field(
         default=None,
         description="Where traces go, by OTLP over HTTP, such as `http://127.0.0.1:4318/v1/traces`; needs the extra `otel`. Unset: no traces.",
@@ -172,8 +179,19 @@ class Settings(RedisSettings):
 
     @model_validator(mode="before")
     @classmethod
-    def _read_token(cls, values: object) -> object:
-        return with_secret_files(values, "token")
+    def _read_secrets_of_controller(cls, values: object) -> object:
+        return with_secret_files(values, "token", "telemetry_secret")
+
+    @model_validator(mode="after")
+    def _names_of_telemetry_cannot_be_guessed(self) -> Self:
+        if self.telemetry_secret is not None:
+            _refuse_guessable("MESHLOOM_TELEMETRY_SECRET", self.secret_of_telemetry)
+        return self
+
+    @property
+    def secret_of_telemetry(self) -> str:
+        """The secret of the names of telemetry; empty where there is none."""
+        return "" if self.telemetry_secret is None else self.telemetry_secret.get_secret_value()
 
     @property
     def is_loopback(self) -> bool:
@@ -225,12 +243,16 @@ class Settings(RedisSettings):
                 "set MESHLOOM_TOKEN, or take 127.0.0.1"
             )
         if not self.is_loopback and self.token is not None:
-            _refuse_guessable(self.token.get_secret_value(), self.host)
+            _refuse_guessable(
+                "MESHLOOM_TOKEN",
+                self.token.get_secret_value(),
+                f", and other machines can reach MESHLOOM_HOST {self.host}",
+            )
         return self
 
 
-def _refuse_guessable(token: str, host: str) -> None:
-    """Refuse a token with fewer random bits than 128, if all of its characters were random."""
+def _refuse_guessable(variable: str, token: str, why: str = "") -> None:
+    """Refuse a secret with fewer random bits than 128, if all of its characters were random."""
     used = set(token)
     alphabet = 64
     if used <= set(string.hexdigits):
@@ -238,9 +260,8 @@ def _refuse_guessable(token: str, host: str) -> None:
     bits = int(len(token) * math.log2(alphabet))
     if bits < _MIN_TOKEN_BITS or len(used) < _MIN_TOKEN_LETTERS:
         raise ValueError(
-            f"MESHLOOM_TOKEN can be guessed: it has {len(token)} characters, at most {bits} random "
-            f"bits, and other machines can reach MESHLOOM_HOST {host}; take one of at least "
-            f"{_MIN_TOKEN_BITS} bits, such as `openssl rand -hex 32` makes"
+            f"{variable} can be guessed: it has {len(token)} characters, at most {bits} random "
+            f"bits{why}; take one of at least {_MIN_TOKEN_BITS} bits, such as `openssl rand -hex 32` makes"
         )
 
 

@@ -31,6 +31,7 @@ from services.contract.messages.facts import (
 from services.contract.messages.telemetry import LogLine, MetricRecord, StepRecord
 from services.contract.redis import redis_keys
 from services.contract.words.ids import new_job_id
+from services.controller.adapters.redis.telemetry_names import PLAIN_NAMES, TelemetryNames
 from services.local.settings import child_environment
 from services.worker.agent.host.folders import NodeFolder
 from services.worker.agent.host.processes import marked, sweep
@@ -69,9 +70,10 @@ def launch(fence: int = 1, ranks: int = 2, steps: int = 5, **options: JsonValue)
 
 @dataclass
 class Controller:
-    """What a controller does to an agent: it writes inboxes and reads facts."""
+    """What a controller does to an agent: it writes inboxes and reads facts, and telemetry under its ``names``."""
 
     url: str
+    names: TelemetryNames = PLAIN_NAMES
     client: "redis.Redis" = field(init=False)
 
     def __post_init__(self) -> None:
@@ -81,7 +83,7 @@ class Controller:
         self.client.hset(redis_keys.job(JOB), "fence", str(fence))
 
     def send(self, *commands: Command) -> None:
-        for command in commands:
+        for command in map(self.names.told, commands):
             self.client.xadd(
                 redis_keys.node_inbox(NODE), {redis_keys.MESSAGE_FIELD: command.model_dump_json()}
             )
@@ -91,15 +93,15 @@ class Controller:
         return [FACT.validate_json(text) for text in arrived]
 
     def steps(self) -> list[StepRecord]:
-        stream = self._stream(redis_keys.job_steps(JOB))
+        stream = self._stream(redis_keys.job_steps(self.names.of(JOB)))
         return [StepRecord.model_validate_json(text) for text in stream]
 
     def metrics(self) -> list[MetricRecord]:
-        stream = self._stream(redis_keys.job_metrics(JOB))
+        stream = self._stream(redis_keys.job_metrics(self.names.of(JOB)))
         return [MetricRecord.model_validate_json(text) for text in stream]
 
     def logs(self) -> list[LogLine]:
-        stream = self._stream(redis_keys.job_logs(JOB))
+        stream = self._stream(redis_keys.job_logs(self.names.of(JOB)))
         return [LogLine.model_validate_json(text) for text in stream]
 
     def all_of(self, kind: type[F]) -> list[F]:

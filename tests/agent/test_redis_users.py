@@ -23,6 +23,7 @@ from services.contract.redis import redis_keys as keys
 from services.contract.redis.redis_address import redis_address
 from services.contract.words.ids import new_job_id
 from services.controller.acl import acl_file
+from services.controller.adapters.redis.telemetry_names import TelemetryNames
 from services.controller.settings import Settings
 from services.local.settings import child_environment
 from tests.agent.conftest import NODE, StartAgent
@@ -34,6 +35,7 @@ OLDEST = 7
 DENIED = r"(?i)NOPERM|permission|can't access at least one of the keys"
 ADMIN, CONTROLLER, AGENT, OTHER = ("pw-of-" + name for name in ("admin", "ctl", "agent", "other"))
 JOB = new_job_id(1_700_000_000_000, bytes(10))
+SECRET = bytes(range(16)).hex()
 
 
 def _version(program: str | None) -> int:
@@ -125,7 +127,11 @@ def _free_port() -> Iterator[int]:
 
 
 def assert_told_again_from_storage(
-    guarded: Guarded, controller: Controller, job_id: str, of_telemetry: int
+    guarded: Guarded,
+    controller: Controller,
+    job_id: str,
+    of_telemetry: int,
+    names: TelemetryNames,
 ) -> None:
     path = f"/v1/jobs/{job_id}/metrics"
     with (
@@ -135,15 +141,44 @@ def assert_told_again_from_storage(
         until(lambda: admin.hexists(keys.job_last(job_id), "steps"), timeout_s=30)
         told = controller.client.get(path).json()
         assert told["items"]
-        assert telemetry.delete(keys.job_records(job_id), keys.job_steps(job_id))
+        assert telemetry.delete(keys.job_records(job_id), keys.job_steps(names.of(job_id)))
         assert controller.client.get(path).json() == told
 
 
-@pytest.mark.ranks
-@pytest.mark.parametrize("of_telemetry", [0, 1])
-def test_a_job_runs_and_no_role_meets_a_refusal(
-    guarded: Guarded, start_agent: StartAgent, of_telemetry: int
+def assert_others_do_not_reach_telemetry(
+    guarded: Guarded, controller: Controller, job_id: str, names: TelemetryNames
 ) -> None:
+    """Another node's agent tries the names that it can derive, and looks for the others where it may read."""
+    last_of_all = f"{(1 << 64) - 1}-{(1 << 64) - 1}"
+    rank = f"/v1/jobs/{job_id}/ranks"
+    client = controller.client
+    until(lambda: client.get(rank).json()["items"])
+    with guarded.client("agent-other-node", OTHER) as other:
+        for name in (job_id, keys.telemetry_name(job_id, "0" * 32)):
+            for stream in (keys.job_steps(name), keys.job_logs(name), keys.job_metrics(name)):
+                other.xadd(stream, {"m": "{}"}, id=last_of_all)
+            other.hset(keys.job_ranks(name), "0", "{}")
+        seen = [str(row) for row in other.xrange(keys.job_events(job_id))]
+        seen += other.hmget(keys.job(job_id), "doc", "spec", "plan", "attempts", "summary")
+    before = client.get(rank).json()["items"][0]["step"]
+    until(lambda: client.get(rank).json()["items"][0]["step"] > before + 10)
+    assert [row["rank"] for row in client.get(rank).json()["items"]] == [0, 1]
+    assert client.get(f"/v1/jobs/{job_id}/logs").json()["items"]
+    steps = client.get(f"/v1/jobs/{job_id}/metrics").json()["items"]
+    assert len(steps) > 10
+    parts = {names.of(job_id).partition(":")[2], names.recalled(job_id).partition(":")[2]}
+    seen += [
+        client.get(path).text for path in (rank, f"/v1/jobs/{job_id}", "/v1/unreadable", "/readyz")
+    ]
+    assert not [text for text in seen for part in parts if text and part in text]
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize(("of_telemetry", "secret"), [(0, SECRET), (1, "")])
+def test_a_job_runs_and_no_role_meets_a_refusal(
+    guarded: Guarded, start_agent: StartAgent, of_telemetry: int, secret: str
+) -> None:
+    names = TelemetryNames(secret)
     with guarded.client("admin", ADMIN) as admin:
         admin.flushall()
         admin.acl_log_reset()
@@ -152,6 +187,7 @@ def test_a_job_runs_and_no_role_meets_a_refusal(
         for name, text in guarded.settings(f"agent-{NODE}", AGENT, of_telemetry).items()
     }
     settings = guarded.settings("controller", CONTROLLER, of_telemetry)
+    settings |= {"telemetry_secret": secret} if secret else {}
     with started(settings.pop("redis_url"), **settings) as controller:
         client = controller.client
         agent = start_agent(agent_user.pop("MESHLOOM_REDIS_URL"), **agent_user)
@@ -167,13 +203,15 @@ def test_a_job_runs_and_no_role_meets_a_refusal(
         done = client.post("/v1/jobs", json=body).json()["id"]
         until(lambda: controller.state(done) == "SUCCEEDED", timeout_s=120)
         assert (agent.folder.code / hex_of(digest_of(code)) / "brought.py").is_file()
-        assert_told_again_from_storage(guarded, controller, done, of_telemetry)
+        assert_told_again_from_storage(guarded, controller, done, of_telemetry, names)
         endless = job_body(
             model={"factory": "rank_program:train", "args": {"pause_s": 0.01, "lines": 3}},
             train={"steps": 10**6},
         )
         stopped = client.post("/v1/jobs", json=endless).json()["id"]
         until(lambda: controller.state(stopped) == "RUNNING", timeout_s=120)
+        if secret:
+            assert_others_do_not_reach_telemetry(guarded, controller, stopped, names)
         assert client.post(f"/v1/jobs/{stopped}/checkpoints").status_code == 202
         assert client.post(f"/v1/jobs/{stopped}/cancel").status_code == 202
         until(lambda: controller.state(stopped) == "CANCELLED", timeout_s=120)

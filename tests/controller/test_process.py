@@ -113,6 +113,8 @@ def test_128_random_bits_are_enough_of_a_token(make: Callable[[int], str]) -> No
         ({"host": "0.0.0.0", "token": "a"}, "128 bits"),  # noqa: S104 refused
         ({"host": "::", "token": "0123456789abcdef" + "0123456789abcd"}, "128 bits"),
         ({"host": "0.0.0.0", "token": "a" * 100}, "openssl"),  # noqa: S104 refused
+        ({"telemetry_secret": "0" * 64}, "MESHLOOM_TELEMETRY_SECRET can be guessed"),
+        ({"telemetry_secret": ""}, "MESHLOOM_TELEMETRY_SECRET"),
         ({"port": "high"}, "MESHLOOM_PORT"),
         ({"log_level": "loud"}, "MESHLOOM_LOG_LEVEL"),
     ],

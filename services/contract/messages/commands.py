@@ -10,13 +10,25 @@ from services.contract.jobs.traces import MOST_STEPS, TracedRanks
 from services.contract.messages.base import Address, OfAttempt
 from services.contract.messages.probing import MeasureNode, ProbeModel
 from services.contract.messages.rank_pipe import ReplicaSet
+from services.contract.redis.redis_keys import telemetry_name
 from services.contract.storage.manifests import Manifest
 from services.contract.words.bounds import AtMostOnePerRank
 from services.contract.words.ids import CheckpointId, TraceId
 from services.contract.words.states import ExitReason, JobState
 
 
-class LaunchGang(OfAttempt):
+class NamesTelemetry(OfAttempt):
+    """Whoever gets it writes telemetry of the job, under a name that has ``telemetry_secret`` in it."""
+
+    telemetry_secret: Annotated[str, Field(pattern=r"^([0-9a-f]{32})?$", repr=False)] = ""
+
+    @property
+    def telemetry_name(self) -> str:
+        """What its keys in Redis have in place of the job's id."""
+        return telemetry_name(self.job_id, self.telemetry_secret)
+
+
+class LaunchGang(NamesTelemetry):
     """Open the attempt in the commit chain, then start this node's ranks of it.
 
     ``resume_from`` names the committed checkpoint that every rank loads before its first step.
@@ -149,7 +161,7 @@ class KeepStanding(OfAttempt):
     exit_reason: ExitReason | None = None
 
 
-class CloseRecords(OfAttempt):
+class CloseRecords(NamesTelemetry):
     """The job has ended: put its curve and output together in storage, and tell when they are there.
 
     ``fence`` is that of its newest attempt.
@@ -158,11 +170,11 @@ class CloseRecords(OfAttempt):
     kind: Literal["close_records"] = "close_records"
 
 
-class RecallRecords(OfAttempt):
+class RecallRecords(NamesTelemetry):
     """Bring the job's curve and output back from storage into Redis, for whoever ``asked``.
 
     It is not answered by a fact: what was brought back lies beside what there is, until the controller
-    puts both together.
+    puts both together. Its secret is not that of the telemetry which it lies beside.
     """
 
     kind: Literal["recall_records"] = "recall_records"

@@ -58,8 +58,12 @@
 | ``ml:audit:others`` | stream: the same of everybody else | permanent, trimmed |
 | ``ml:audit:refused`` | stream: the same of what was refused | permanent, trimmed |
 | ``ml:wake`` | pub/sub channel | never stored; only wakes |
+
+In the names of ``ranks``, ``steps``, ``metrics``, ``logs`` and ``recalled``, ``<id>`` is what
+``telemetry_name`` answers.
 """
 
+import re
 from typing import Final
 
 JOBS: Final = "ml:jobs"
@@ -131,6 +135,8 @@ CODE_KEPT_S: Final = 86_400
 CODE_DRAFT_TTL_S: Final = 600
 CODE_PART_BYTES: Final = 1 << 18
 CODE_PARTS: Final = "parts"
+_HEX: Final = re.compile("[0-9a-f]{32}")
+_SECRET: Final = re.compile("(?<=:job_[0-9a-z]{26}):[0-9a-f]{32}(?=:)")
 
 
 def jobs_in_state(state: str) -> str:
@@ -173,24 +179,45 @@ def job_history(job_id: str) -> str:
     return f"ml:job:{job_id}:history"
 
 
-def job_ranks(job_id: str) -> str:
+def telemetry_name(job_id: str, secret: str) -> str:
+    """Under which name agents write what they report of a job, or bring back of it.
+
+    Args:
+        job_id: The job.
+        secret: 32 hexadecimal digits that those know who may; empty: the name can be derived by everyone.
+    """
+    return f"{job_id}:{secret}" if secret else job_id
+
+
+def is_telemetry_name(job_id: str, text: str) -> bool:
+    """Whether it is a name that ``telemetry_name`` answers for the job."""
+    head, _, secret = text.partition(":")
+    return head == job_id and (text == job_id or _HEX.fullmatch(secret) is not None)
+
+
+def without_secret(key: str) -> str:
+    """The key as it is shown to people, who are not to learn the secret in it."""
+    return _SECRET.sub("", key)
+
+
+def job_ranks(name: str) -> str:
     """The last sample of each rank."""
-    return f"ml:job:{job_id}:ranks"
+    return f"ml:job:{name}:ranks"
 
 
-def job_steps(job_id: str) -> str:
+def job_steps(name: str) -> str:
     """One record a training step."""
-    return f"ml:job:{job_id}:steps"
+    return f"ml:job:{name}:steps"
 
 
-def job_metrics(job_id: str) -> str:
+def job_metrics(name: str) -> str:
     """What the user's code measures, a record a step."""
-    return f"ml:job:{job_id}:metrics"
+    return f"ml:job:{name}:metrics"
 
 
-def job_logs(job_id: str) -> str:
+def job_logs(name: str) -> str:
     """The ranks' output."""
-    return f"ml:job:{job_id}:logs"
+    return f"ml:job:{name}:logs"
 
 
 def job_records(job_id: str) -> str:
@@ -203,29 +230,29 @@ def job_last(job_id: str) -> str:
     return f"ml:job:{job_id}:last"
 
 
-def recalled(job_id: str) -> str:
+def recalled(name: str) -> str:
     """Who wants the job's records back from storage, and whether they are."""
-    return f"ml:job:{job_id}:recalled"
+    return f"ml:job:{name}:recalled"
 
 
-def recalled_steps(job_id: str) -> str:
+def recalled_steps(name: str) -> str:
     """Steps on their way back from storage."""
-    return f"ml:job:{job_id}:recalled:steps"
+    return f"ml:job:{name}:recalled:steps"
 
 
-def recalled_metrics(job_id: str) -> str:
+def recalled_metrics(name: str) -> str:
     """Metrics on their way back from storage."""
-    return f"ml:job:{job_id}:recalled:metrics"
+    return f"ml:job:{name}:recalled:metrics"
 
 
-def recalled_logs(job_id: str) -> str:
+def recalled_logs(name: str) -> str:
     """Output on its way back from storage."""
-    return f"ml:job:{job_id}:recalled:logs"
+    return f"ml:job:{name}:recalled:logs"
 
 
-def recalled_events(job_id: str) -> str:
+def recalled_events(name: str) -> str:
     """Events on their way back from storage."""
-    return f"ml:job:{job_id}:recalled:events"
+    return f"ml:job:{name}:recalled:events"
 
 
 def job_stacks(job_id: str) -> str:

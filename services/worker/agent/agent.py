@@ -265,6 +265,8 @@ class Agent:
             self._folder.record_incarnation(self._incarnation)
         except OSError as error:  # the next agent waits until the lease has run out
             _log.warning("incarnation_not_recorded", why=str(error))
+        for leftover in leftovers:
+            self._supervisor.telemetry_names.learn(leftover.fact.job_id, leftover.telemetry_name)
         await self._session.hand_over([leftover.records for leftover in leftovers])
         for leftover in leftovers:
             self._outbox.tell(leftover.fact)

@@ -93,7 +93,11 @@ class Session:
         self._held = HeldRecords()
         self._beats_held = 0
         self._beat = Beat(
-            connections.writing, connections.telemetry, life.node_id, life.incarnation
+            connections.writing,
+            connections.telemetry,
+            life.node_id,
+            life.incarnation,
+            supervisor.telemetry_names,
         )
         self._number = 0
         self._joins = 0
@@ -204,7 +208,8 @@ class Session:
 
     async def _unwritten(self, left: Records) -> Records:
         try:
-            entries = await self._telemetry.xrevrange(redis_keys.job_steps(left.job_id), count=1)
+            key = redis_keys.job_steps(self._supervisor.telemetry_names.of(left.job_id))
+            entries = await self._telemetry.xrevrange(key, count=1)
         except REDIS_AWAY:
             if not self._telemetry_is_apart:
                 raise

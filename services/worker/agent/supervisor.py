@@ -63,6 +63,7 @@ from services.worker.agent.ranks.launch import Launcher, LaunchError
 from services.worker.agent.storage.job_storage import Storage
 from services.worker.agent.storage.loading import Loading, Loadings
 from services.worker.agent.telemetry.gang_telemetry import Records
+from services.worker.agent.telemetry.names import TelemetryNames
 
 TICK_S: Final = 0.1
 _HOME_DISK: Final = "the disk of the agent's own files"
@@ -84,6 +85,7 @@ class Supervisor:
 
     Attributes:
         urgent: Set when there is something that the next beat should not wait for.
+        telemetry_names: Of the jobs that were launched here.
     """
 
     def __init__(
@@ -96,6 +98,7 @@ class Supervisor:
         tell: Callable[[Fact], None],
     ) -> None:
         self.urgent = asyncio.Event()
+        self.telemetry_names = TelemetryNames()
         self._node_id = node_id
         self._folder = folder
         self._storage = storage
@@ -292,6 +295,7 @@ class Supervisor:
 
     async def _launch(self, command: LaunchGang) -> None:
         key = (command.job_id, command.fence)
+        self.telemetry_names.learn(command.job_id, command.telemetry_name)
         if key in self._gangs:
             return
         folder = self._folder.attempt(*key)

@@ -7,6 +7,7 @@ from services.contract.api.views import StopRequest
 from services.contract.messages.telemetry import MetricRecord, RankStacks, StepRecord
 from services.contract.redis import redis_keys as keys
 from services.controller.adapters.redis import redis_ports
+from services.controller.adapters.redis.telemetry_names import TelemetryNames
 from services.controller.domain.decisions.history import Occurrence
 from services.controller.domain.errors import CursorExpiredError
 from services.controller.domain.job.events import KillAsked, PauseAsked, ResumeAsked
@@ -105,3 +106,16 @@ async def test_steps_come_back_in_their_order(world: World) -> None:
     assert last == {name: records[1:], other: []}
     assert await world.ports.telemetry.samples([name]) == {name: {}}
     assert await world.ports.telemetry.progress([name]) == {name: {}}
+
+
+async def test_a_name_that_is_secret_is_not_shown(redis_url: str) -> None:
+    name, secret = job().id, bytes(range(16)).hex()
+    stream = keys.job_steps(TelemetryNames(secret).of(name))
+    with Redis.from_url(redis_url, decode_responses=True) as redis:
+        redis.set(stream, "x")
+        async with redis_ports(redis_url, telemetry_secret=secret) as ports:
+            assert await ports.telemetry.steps(name) == []
+            assert ports.unreadable() == (keys.job_steps(name),)
+            redis.delete(stream)
+            assert await ports.telemetry.steps(name) == []
+            assert ports.unreadable() == ()

@@ -5,7 +5,7 @@ import functools
 import os
 from collections.abc import AsyncIterator
 
-from services.contract.redis.redis_keys import RECALLED_S, TELEMETRY_KEPT_S
+from services.contract.redis.redis_keys import TELEMETRY_KEPT_S
 from services.controller.adapters.redis.access import RedisAudit, RedisTokens
 from services.controller.adapters.redis.code import RedisCode
 from services.controller.adapters.redis.connection import MAX_STREAMS, TELEMETRY_ANSWER_S, connected
@@ -16,6 +16,7 @@ from services.controller.adapters.redis.machines import RedisFacts, RedisNodes
 from services.controller.adapters.redis.plans import RedisPlans
 from services.controller.adapters.redis.reservations import RedisReservations
 from services.controller.adapters.redis.telemetry import RedisTelemetry
+from services.controller.adapters.redis.telemetry_names import TelemetryNames
 from services.controller.adapters.redis.webhooks import RedisWebhooks
 from services.controller.ports.coordination import Ports
 from services.controller.ports.jobs import DEFAULT_QUOTA, Quota
@@ -28,13 +29,14 @@ async def redis_ports(
     *,
     telemetry_url: str | None = None,
     telemetry_kept_s: int = TELEMETRY_KEPT_S,
-    recalled_s: int = RECALLED_S,
+    telemetry_secret: str = "",
     quota: Quota = DEFAULT_QUOTA,
 ) -> AsyncIterator[Ports]:
     """All ports on the Redis at ``url``, until the block ends. Nothing is contacted yet.
 
-    Telemetry is at ``telemetry_url``; None: there, too.
+    Telemetry is at ``telemetry_url``; None: there, too. Its keys have a part that is derived from ``telemetry_secret``.
     """
+    names = TelemetryNames(telemetry_secret)
     async with contextlib.AsyncExitStack() as stack:
         clients = await stack.enter_async_context(connected(url, max_streams))
         telemetry = clients
@@ -47,13 +49,13 @@ async def redis_ports(
             )
             telemetry = await stack.enter_async_context(apart)
         yield Ports(
-            jobs=RedisJobs(clients, telemetry, telemetry_kept_s, quota=quota),
+            jobs=RedisJobs(clients, telemetry, telemetry_kept_s, quota=quota, names=names),
             nodes=RedisNodes(clients),
             reservations=RedisReservations(clients),
             facts=RedisFacts(clients),
             plans=RedisPlans(clients),
             codes=RedisCode(clients),
-            telemetry=RedisTelemetry(clients, telemetry, recalled_s),
+            telemetry=RedisTelemetry(clients, telemetry, names=names),
             events=RedisEventFeed(clients),
             leadership=RedisLeadership(clients),
             clock=RedisClock(clients),

@@ -22,7 +22,7 @@ from redis.exceptions import NoPermissionError, OutOfMemoryError, ReadOnlyError,
 from redis.exceptions import TimeoutError as RedisTimeoutError
 
 from services.contract.redis.redis_address import with_advice
-from services.contract.redis.redis_keys import LONGEST_TEXT
+from services.contract.redis.redis_keys import LONGEST_TEXT, without_secret
 from services.contract.redis.tls_files import following_files
 from services.controller.adapters.redis.script_parts import checked
 from services.controller.domain.errors import RecordTooLongError, StoreUnavailableError
@@ -101,6 +101,7 @@ class Unreadable:
 
     def note(self, name: str, content: object, error: BaseException | None) -> None:
         """It cannot be read; said once for the same ``content``, for loops come by each second."""
+        name = without_secret(name)
         if name not in self._known or self._known[name] != content:
             _log.error("record_unreadable", key=name, error=str(error)[:_LONGEST_WORD])
         self._known.pop(name, None)
@@ -130,7 +131,7 @@ class Unreadable:
 
     def note_type(self, key: str) -> None:
         """The key is not of the type that it should be."""
-        self.note(key, _TYPE, TypeError(f"{key}: {_TYPE}"))
+        self.note(key, _TYPE, TypeError(f"{without_secret(key)}: {_TYPE}"))
 
     def of_their_type(self, names: Iterable[str], rows: Iterable[Any]) -> list[Any]:
         """The answers of a pipeline, one a key; None for a key of another type than it should be.
@@ -152,11 +153,12 @@ class Unreadable:
 
     def forget(self, name: str) -> None:
         """It was read, or is there no more."""
-        self._known.pop(name, None)
+        self._known.pop(without_secret(name), None)
 
     def forget_key(self, key: str) -> None:
         """The key is there no more."""
-        for name in [name for name in self._known if name.partition(" ")[0] == key]:
+        shown = without_secret(key)
+        for name in [name for name in self._known if name.partition(" ")[0] == shown]:
             del self._known[name]
 
 
@@ -222,7 +224,8 @@ class RedisClients:
             if is_mistyped(error.__cause__):
                 for name in names:
                     self.unreadable.note_type(name)
-                raise StoreUnavailableError(f"{' or '.join(names)}: {error}") from error.__cause__
+                shown = " or ".join(map(without_secret, names))
+                raise StoreUnavailableError(f"{shown}: {error}") from error.__cause__
             raise
         for name in names:
             self.unreadable.forget(name)
@@ -290,7 +293,8 @@ def answering() -> Iterator[None]:
         advice = _advice(error)
         if advice is None:
             raise
-        raise StoreUnavailableError(f"Redis refuses: {error}; {advice}") from error
+        said = without_secret(str(error))
+        raise StoreUnavailableError(f"Redis refuses: {said}; {advice}") from error
     except (RedisConnectionError, RedisTimeoutError, OSError) as error:
         raise StoreUnavailableError(f"Redis does not answer: {with_advice(str(error))}") from error
 

@@ -95,22 +95,6 @@ def keys_of_deletion(job_id: str) -> list[str]:
     ]
 
 
-def keys_of_telemetry(job_id: str) -> list[str]:
-    """The keys of a job on the server that has telemetry: what agents write, and what is brought back."""
-    return [
-        keys.job_ranks(job_id),
-        keys.job_steps(job_id),
-        keys.job_metrics(job_id),
-        keys.job_logs(job_id),
-        keys.job_records(job_id),
-        keys.recalled(job_id),
-        keys.recalled_steps(job_id),
-        keys.recalled_metrics(job_id),
-        keys.recalled_logs(job_id),
-        keys.recalled_events(job_id),
-    ]
-
-
 def read_row(row: Row) -> Stored:
     """The job of a row.
 

@@ -28,6 +28,7 @@ from services.controller.adapters.redis.job_rows import (
     unreadable,
 )
 from services.controller.adapters.redis.telemetry_life import TelemetryLife
+from services.controller.adapters.redis.telemetry_names import PLAIN_NAMES, TelemetryNames
 from services.controller.adapters.redis.working_set import COMPARED_EVERY_S, WorkingSet
 from services.controller.domain.decisions.history import creation
 from services.controller.domain.errors import (
@@ -69,6 +70,7 @@ class RedisJobs:
         telemetry_kept_s: So long after a job has ended its steps, output and history are kept.
         compared_every_s: See ``WorkingSet``.
         quota: How many jobs an owner may have.
+        names: Where telemetry is; agents are told.
     """
 
     def __init__(
@@ -78,6 +80,7 @@ class RedisJobs:
         telemetry_kept_s: int = keys.TELEMETRY_KEPT_S,
         compared_every_s: float = COMPARED_EVERY_S,
         quota: Quota = DEFAULT_QUOTA,
+        names: TelemetryNames = PLAIN_NAMES,
     ) -> None:
         self._clients = clients
         self._known = KnownRows()
@@ -86,7 +89,8 @@ class RedisJobs:
             clients, self._rows, self._parsed, self._index.list_again, compared_every_s
         )
         self._telemetry_kept_s = telemetry_kept_s
-        self._life = TelemetryLife(telemetry or clients, telemetry_kept_s)
+        self._names = names
+        self._life = TelemetryLife(telemetry or clients, telemetry_kept_s, names)
         self._quota = quota
         self._commit = clients.script(job_scripts.COMMIT)
         self._create = clients.script(job_scripts.CREATE)
@@ -236,7 +240,7 @@ class RedisJobs:
         outgoing = [
             part
             for send in sends
-            for part in (str(inboxes.index(keys.node_inbox(send.node_id))), _json(send))
+            for part in (str(inboxes.index(keys.node_inbox(send.node_id))), self._json(send))
         ]
         doomed = change.deletes
         its_own = keys_of_commit(job.id)
@@ -288,9 +292,12 @@ class RedisJobs:
         with answering():
             status = await self._send(
                 keys=[keys.EPOCH, *(keys.node_inbox(send.node_id) for send in sends)],
-                args=[epoch, keys.MESSAGE_FIELD, *(_json(send) for send in sends)],
+                args=[epoch, keys.MESSAGE_FIELD, *(self._json(send) for send in sends)],
             )
         self._refuse(status, "", "")
+
+    def _json(self, send: Send) -> str:
+        return COMMAND.dump_json(self._names.told(send.command)).decode()
 
     async def delete(self, stored: Stored) -> None:
         """See ``JobStore.delete``."""
@@ -458,10 +465,6 @@ def _claimed(claim: Claim, text: str) -> Stored:
 
 def _absent(job_id: str) -> NotFoundError:
     return NotFoundError(f"there is no job {job_id}")
-
-
-def _json(send: Send) -> str:
-    return COMMAND.dump_json(send.command).decode()
 
 
 def _bodies(records: Sequence[Record]) -> list[str]:

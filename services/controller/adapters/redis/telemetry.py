@@ -37,6 +37,7 @@ from services.controller.adapters.redis.record_streams import (
     Bounds,
     RecordStreams,
 )
+from services.controller.adapters.redis.telemetry_names import PLAIN_NAMES, TelemetryNames
 from services.controller.domain.errors import (
     CursorExpiredError,
     StoreUnavailableError,
@@ -75,18 +76,18 @@ class RedisTelemetry:
     Args:
         clients: Redis.
         telemetry: The server that has telemetry; unset: the same.
-        recalled_s: So long what storage has of an ended job stays here for whoever reads it.
+        names: Where agents write.
     """
 
     def __init__(
         self,
         clients: RedisClients,
         telemetry: RedisClients | None = None,
-        recalled_s: int = keys.RECALLED_S,
+        names: TelemetryNames = PLAIN_NAMES,
     ) -> None:
         self._clients = clients
         self._told = telemetry or clients
-        self._recalled_s = recalled_s
+        self._names = names
         self._away: tuple[float, str] | None = None
         self._recent: dict[tuple[str, int], _Recent] = {}
         self._streams = RecordStreams(self._told)
@@ -112,21 +113,21 @@ class RedisTelemetry:
         with self._telling():
             async with self._told.reads.pipeline(transaction=False) as pipe:
                 for job_id in fit:
-                    pipe.hgetall(keys.job_ranks(job_id))
+                    pipe.hgetall(self._ranks(job_id))
                 rows = await pipe.execute(raise_on_error=False)
-            told = self._clients.unreadable.of_their_type(map(keys.job_ranks, fit), rows)
+            told = self._clients.unreadable.of_their_type(map(self._ranks, fit), rows)
         known = dict(zip(fit, told, strict=True))
         read_all = self._clients.unreadable.read_all
         found: dict[str, dict[int, _OfRank]] = {}
         for name in job_ids:
             row = known.get(name) or {}
-            told = read_all(keys.job_ranks(name), kind.model_validate_json, row.values())
+            told = read_all(self._ranks(name), kind.model_validate_json, row.values())
             found[name] = {each.rank: each for each in told}
         return found
 
     async def _of_fit_size(self, job_ids: Sequence[str]) -> frozenset[str]:
         """Jobs whose samples can be read. Every agent may add to them, and the loops read them."""
-        names = [keys.job_ranks(job_id) for job_id in job_ids]
+        names = [self._ranks(job_id) for job_id in job_ids]
         with self._telling():
             async with self._told.reads.pipeline(transaction=False) as pipe:
                 for name in names:
@@ -148,6 +149,9 @@ class RedisTelemetry:
             else:
                 fit.add(job_id)
         return frozenset(fit)
+
+    def _ranks(self, job_id: str) -> str:
+        return keys.job_ranks(self._names.of(job_id))
 
     async def last_steps(
         self, job_ids: Sequence[str], count: int
@@ -174,7 +178,7 @@ class RedisTelemetry:
 
     async def steps(self, job_id: str) -> list[StepRecord]:
         """See ``Telemetry.steps``."""
-        return await self._all(StepRecord, keys.job_steps(job_id))
+        return await self._all(StepRecord, keys.job_steps(self._names.of(job_id)))
 
     async def last_metrics(
         self, job_ids: Sequence[str], count: int
@@ -184,16 +188,17 @@ class RedisTelemetry:
 
     async def metrics(self, job_id: str) -> list[MetricRecord]:
         """See ``Telemetry.metrics``."""
-        return await self._all(MetricRecord, keys.job_metrics(job_id))
+        return await self._all(MetricRecord, keys.job_metrics(self._names.of(job_id)))
 
     async def _last(
         self, kind: type[_Record], key: Callable[[str], str], job_ids: Sequence[str], count: int
     ) -> dict[str, list[_Record]]:
+        names = [key(self._names.of(job_id)) for job_id in job_ids]
         with self._telling():
-            told = await self._streams.last([key(name) for name in job_ids], _bounds(kind), count)
+            told = await self._streams.last(names, _bounds(kind), count)
         found = {
-            job_id: self._records(kind, key(job_id), entries)
-            for job_id, entries in zip(job_ids, told, strict=True)
+            job_id: self._records(kind, name, entries)
+            for job_id, name, entries in zip(job_ids, names, told, strict=True)
         }
         return found | await self._last_of_ended(kind, [name for name in found if not found[name]])
 
@@ -254,26 +259,20 @@ class RedisTelemetry:
 
     async def is_empty(self, job_id: str) -> bool:
         """See ``Telemetry.is_empty``."""
-        names = [here(job_id) for _, here in _RECORDS]
+        names = [here(self._names.of(job_id)) for _, here in _RECORDS]
         with self._telling():
             return not await self._told.reads.exists(*names)
 
     async def ask_back(self, job_id: str, fence: int, node_id: str) -> bool:
         """See ``Telemetry.ask_back``."""
         asked = secrets.token_hex(8)
-        command = RecallRecords(job_id=job_id, fence=fence, asked=asked)
+        command = self._names.told(RecallRecords(job_id=job_id, fence=fence, asked=asked))
+        name = self._names.recalled(job_id)
+        streams = [back(name) for back, _ in _RECORDS]
+        made = [keys.recalled(name), *streams, keys.recalled_events(name)]
         with self._telling():
-            is_first = await self._ask_back(
-                keys=[
-                    keys.recalled(job_id),
-                    *(back(job_id) for back, _ in _RECORDS),
-                    keys.recalled_events(job_id),
-                ],
-                args=[asked, _ASKED_S],
-            )
+            is_first = await self._ask_back(keys=made, args=[asked, _ASKED_S])
         if is_first:
-            streams = [back(job_id) for back, _ in _RECORDS]
-            made = [keys.recalled(job_id), *streams, keys.recalled_events(job_id)]
             async with self._undone_unless_done(self._told, *made):
                 with answering():
                     await self._tell_agent(
@@ -284,15 +283,15 @@ class RedisTelemetry:
 
     async def put_together(self, job_id: str, *, has_ended: bool) -> bool:
         """See ``Telemetry.put_together``."""
-        name = keys.recalled(job_id)
+        name = self._names.recalled(job_id)
         with self._telling():
             commands = ("HMGET", "asked", "done"), ("TTL",)
-            said, left_s = await self._answers(self._told.reads, name, *commands)
+            said, left_s = await self._answers(self._told.reads, keys.recalled(name), *commands)
             asked, done = said or (None, None)
             # One that lives for ever is no controller's: any agent may write it.
             if asked is None or asked != done or left_s < 0:
                 return False
-            events = await self._all_events(keys.recalled_events(job_id))
+            events = await self._all_events(keys.recalled_events(name))
         older = keys.job_older_events(job_id)
         if events:
             with answering():
@@ -301,19 +300,23 @@ class RedisTelemetry:
                     pipe.delete(older)
                     for event in events:
                         pipe.xadd(older, {keys.MESSAGE_FIELD: event.body}, id=event.id)
-                    pipe.expire(older, self._recalled_s)
+                    pipe.expire(older, keys.RECALLED_S)
                     await pipe.execute()
         async with self._undone_unless_done(self._clients, *([older] if events else ())):
             with self._telling():
                 return bool(
                     await self._put_together(
                         keys=[
-                            name,
+                            keys.recalled(name),
                             keys.job_records(job_id),
-                            keys.recalled_events(job_id),
-                            *(key(job_id) for pair in _RECORDS for key in pair),
+                            keys.recalled_events(name),
+                            *(
+                                key
+                                for back, here in _RECORDS
+                                for key in (back(name), here(self._names.of(job_id)))
+                            ),
                         ],
-                        args=[self._recalled_s if has_ended else ""],
+                        args=[keys.RECALLED_S if has_ended else ""],
                     )
                 )
 
@@ -345,8 +348,8 @@ class RedisTelemetry:
     async def closed(self, job_id: str, fence: int, events_to: str | None) -> None:
         """See ``Telemetry.closed``."""
         last = [
-            await self._newest(keys.job_steps(job_id), STEPS),
-            await self._newest(keys.job_metrics(job_id), METRICS),
+            await self._newest(keys.job_steps(self._names.of(job_id)), STEPS),
+            await self._newest(keys.job_metrics(self._names.of(job_id)), METRICS),
         ]
         with answering():
             status = await self._closed(
@@ -359,7 +362,7 @@ class RedisTelemetry:
                 ],
                 args=[
                     fence,
-                    self._recalled_s,
+                    keys.RECALLED_S,
                     *last,
                     events_to or "",
                     keys.LAST_EVENTS_KEPT,
@@ -367,9 +370,10 @@ class RedisTelemetry:
                 ],
             )
         if status == "ok":
-            names = [*(here(job_id) for _, here in _RECORDS), keys.job_records(job_id)]
+            name = self._names.of(job_id)
+            names = [*(here(name) for _, here in _RECORDS), keys.job_records(job_id)]
             with self._telling():
-                await self._let_go(keys=names, args=[self._recalled_s])
+                await self._let_go(keys=names, args=[keys.RECALLED_S])
 
     async def _newest(self, key: str, bounds: Bounds) -> str:
         """The last few records in a stream as they are, a line each."""
@@ -379,7 +383,7 @@ class RedisTelemetry:
 
     async def read(self, job_id: str, log: Log, after: str | None, limit: int) -> list[Entry]:
         """See ``Telemetry.read``."""
-        key = _log_key(job_id, log)
+        key = self._log_key(job_id, log)
         if log is Log.OUTPUT:
             with self._telling():
                 rows, first = await self._streams.rows(key, OUTPUT, after, limit)
@@ -412,13 +416,18 @@ class RedisTelemetry:
         with self._telling() if is_output else answering():
             try:
                 await (self._told if is_output else self._clients).streams.xread(
-                    {_log_key(job_id, log): after or _BEGINNING}, count=1, block=block_ms
+                    {self._log_key(job_id, log): after or _BEGINNING}, count=1, block=block_ms
                 )
             except ResponseError as error:
                 if not is_mistyped(error):
                     raise
                 # Whoever reads it says so; it will have no entry by itself.
                 await asyncio.sleep(block_ms / 1000)
+
+    def _log_key(self, job_id: str, log: Log) -> str:
+        if log is Log.OUTPUT:
+            return keys.job_logs(self._names.of(job_id))
+        return (keys.job_events if log is Log.EVENTS else keys.job_history)(job_id)
 
     @contextlib.contextmanager
     def _telling(self) -> Iterator[None]:
@@ -466,12 +475,3 @@ def _refuse_trimmed(after: str | None, first: list[Entry]) -> None:
 def _order(entry_id: str) -> tuple[int, int]:
     time_ms, _, number = entry_id.partition("-")
     return int(time_ms), int(number or 0)
-
-
-def _log_key(job_id: str, log: Log) -> str:
-    builders = {
-        Log.EVENTS: keys.job_events,
-        Log.HISTORY: keys.job_history,
-        Log.OUTPUT: keys.job_logs,
-    }
-    return builders[log](job_id)

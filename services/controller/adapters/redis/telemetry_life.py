@@ -12,7 +12,7 @@ import structlog
 from services.contract.redis import redis_keys as keys
 from services.controller.adapters.redis import record_scripts
 from services.controller.adapters.redis.connection import RedisClients, answering
-from services.controller.adapters.redis.job_rows import keys_of_telemetry
+from services.controller.adapters.redis.telemetry_names import TelemetryNames
 from services.controller.domain.errors import StoreUnavailableError
 
 _log = structlog.get_logger()
@@ -24,10 +24,12 @@ class TelemetryLife:
     Args:
         clients: Of the server that has telemetry.
         kept_s: So long it is kept after a job has ended.
+        names: Where it is.
     """
 
-    def __init__(self, clients: RedisClients, kept_s: int) -> None:
+    def __init__(self, clients: RedisClients, kept_s: int, names: TelemetryNames) -> None:
         self._clients = clients
+        self._names = names
         self._kept_s = kept_s
         self._end = clients.script(record_scripts.LET_GO)
 
@@ -39,21 +41,21 @@ class TelemetryLife:
     async def end(self, job_id: str) -> None:
         """The job has ended."""
         with _passing(job_id):
-            await self._end(keys=keys_of_telemetry(job_id), args=[self._kept_s])
+            await self._end(keys=self._names.keys(job_id), args=[self._kept_s])
 
     async def go_on(self, job_id: str) -> None:
         """A job that had ended goes on. If this fails, storage has what goes."""
         with _passing(job_id):
             async with self._clients.writes.pipeline(transaction=False) as pipe:
-                for key in keys_of_telemetry(job_id):
+                for key in self._names.keys(job_id):
                     pipe.persist(key)
                 await pipe.execute()
 
     async def forget(self, job_id: str) -> None:
         """The job is deleted."""
         with _passing(job_id):
-            await self._clients.writes.delete(*keys_of_telemetry(job_id))
-        for key in keys_of_telemetry(job_id):
+            await self._clients.writes.delete(*self._names.keys(job_id))
+        for key in self._names.keys(job_id):
             self._clients.unreadable.forget_key(key)
 
 

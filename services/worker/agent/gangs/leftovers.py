@@ -31,10 +31,12 @@ class Leftover:
     Attributes:
         fact: How it ended.
         records: The last steps on its boards; Redis has some of them.
+        telemetry_name: Under which Redis has them.
     """
 
     fact: GangEnded
     records: Records
+    telemetry_name: str
 
 
 def find_leftovers(folder: NodeFolder, node_id: str) -> list[Leftover]:
@@ -49,7 +51,8 @@ def find_leftovers(folder: NodeFolder, node_id: str) -> list[Leftover]:
     leftovers = []
     for attempt in folder.unfinished():
         try:
-            leftovers.append(Leftover(_ended(attempt, node_id), _steps(attempt)))
+            ended = _ended(attempt, node_id)
+            leftovers.append(Leftover(ended, _steps(attempt), attempt.telemetry_name()))
         except ValueError as error:  # a rank made the folder: there is no such job or attempt
             _log.warning("no_attempt", folder=str(attempt.path), why=str(error))
     return leftovers

@@ -10,6 +10,7 @@
     <home>/nodes/<node id>/code/    see ``code_cache``
     <home>/nodes/<node id>/jobs/<job id>/attempt-<fence>/
         launched.json     made before the first fork: an attempt is launched once, ever
+        telemetry-name    of its job in Redis, where that is a secret
         ended.json        the fact that told its end
         metrics.jsonl, tensorboard/events.out.tfevents.<fence>…   what rank 0 reports
         rank-<r>.stdout.log, rank-<r>.stderr.log, and with .1 what was before, where it was cut
@@ -30,10 +31,12 @@ from pydantic import Field, TypeAdapter
 from services.contract.jobs.plans import RankPlacement
 from services.contract.messages.board import BoardReader
 from services.contract.messages.facts import GangEnded, LaunchRefused
+from services.contract.redis.redis_keys import is_telemetry_name
 from services.contract.system.durable import append_plain, read_plain, replace_plain
 from services.worker.agent.host.removal import remove_what_can_be
 
 ATTEMPTS_KEPT: Final = 20
+_TELEMETRY_NAME: Final = "telemetry-name"
 _SHARED_MEMORY: Final = Path("/dev/shm")  # noqa: S108 private: made with mode 700, owner checked
 _PLACEMENTS: Final = TypeAdapter(tuple[RankPlacement, ...])
 _ENDS: Final[TypeAdapter[GangEnded | LaunchRefused]] = TypeAdapter(
@@ -74,16 +77,24 @@ class AttemptFolder:
         """Where a rank shows where it stands."""
         return self.boards / f"rank-{rank}.board"
 
-    def open(self, placements: tuple[RankPlacement, ...]) -> dict[int, BoardReader] | None:
+    def open(
+        self, placements: tuple[RankPlacement, ...], telemetry_name: str | None = None
+    ) -> dict[int, BoardReader] | None:
         """Make the folders and record the launch; None where it was recorded before.
 
         Answers the boards of these ranks, by rank.
+
+        Args:
+            placements: The ranks.
+            telemetry_name: For an agent that comes after this one: see ``telemetry_name``. Unset: the job's id.
 
         Raises:
             NoBoardsError: There is no room for the boards of these ranks.
             OSError: The disk refuses.
         """
         self.path.mkdir(parents=True, exist_ok=True)
+        if telemetry_name not in {None, self.job_id}:
+            replace_plain(self.path / _TELEMETRY_NAME, telemetry_name.encode())
         try:
             with (self.path / "launched.json").open("xb") as file:
                 file.write(_PLACEMENTS.dump_json(placements))
@@ -125,6 +136,14 @@ class AttemptFolder:
             return _PLACEMENTS.validate_json(read_plain(self.path / "launched.json"))
         except (OSError, ValueError):
             return ()
+
+    def telemetry_name(self) -> str:
+        """Under which name the job's telemetry is in Redis; its id where nothing else makes sense."""
+        try:
+            name = read_plain(self.path / _TELEMETRY_NAME).decode()
+        except (OSError, ValueError):
+            return self.job_id
+        return name if is_telemetry_name(self.job_id, name) else self.job_id
 
     def close(self, fact: GangEnded | LaunchRefused) -> None:
         """Record how the attempt ended here, or that it never began."""

@@ -129,7 +129,7 @@ class Launcher:
         except WarmGoneError as error:
             raise LaunchError(f"no rank can be forked: {error}") from error
         # In a thread: what others have put there goes first, and may be any number of files.
-        boards = await asyncio.to_thread(folder.open, placements)
+        boards = await asyncio.to_thread(folder.open, placements, command.telemetry_name)
         if boards is None:
             raise LaunchError("an earlier agent of this node had launched the attempt")
         with contextlib.ExitStack() as stack, contextlib.ExitStack() as unless_launched:

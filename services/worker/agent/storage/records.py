@@ -82,7 +82,7 @@ class RecordKeeper:
             await asyncio.to_thread(self._files.pull_missing, folder)
             before = await asyncio.to_thread(_names, folder)
             for kind in (*KINDS.values(), EVENTS):
-                more = await self._in_redis(command.job_id, kind)
+                more = await self._in_redis(command, kind)
                 await asyncio.to_thread(close, self._root, command.job_id, kind, more)
                 events_to = str(max(more)) if kind is EVENTS and more else None
             await asyncio.to_thread(self._publish, folder, before)
@@ -132,8 +132,9 @@ class RecordKeeper:
             await asyncio.to_thread(self._files.pull_missing, folder)
             for kind in (*KINDS.values(), EVENTS):
                 entries = await asyncio.to_thread(read_entries, self._root, job_id, kind)
-                await self._bring_back(kind.recalled(job_id), entries)
-            await self._done(keys=[redis_keys.recalled(job_id)], args=[command.asked])
+                await self._bring_back(kind.recalled(command.telemetry_name), entries)
+            name = redis_keys.recalled(command.telemetry_name)
+            await self._done(keys=[name], args=[command.asked])
         except NoPermissionError as error:
             _log.error("recall_refused", job=job_id, why=str(error), advice=RULES_ARE_OLD)
         except (OSError, *REDIS_AWAY) as error:  # whoever asked may ask again
@@ -152,14 +153,16 @@ class RecordKeeper:
                 if isinstance(answer, Exception) and not _is_there(answer):
                     raise answer
 
-    async def _in_redis(self, job_id: str, kind: Kind) -> Entries:
+    async def _in_redis(self, command: CloseRecords, kind: Kind) -> Entries:
         found: Entries = {}
         start = "-"
-        client = self._redis if kind is EVENTS else self._telemetry
+        job_id, name, client = command.job_id, command.telemetry_name, self._telemetry
+        if kind is EVENTS:  # the controller's own
+            name, client = job_id, self._redis
         while True:
             end_if_told()
             try:
-                rows: Any = await client.xrange(kind.key(job_id), start, count=_AT_ONCE)
+                rows: Any = await client.xrange(kind.key(name), start, count=_AT_ONCE)
             except NoPermissionError as error:
                 _log.error(
                     "closing_refused", key=kind.key(job_id), why=str(error), advice=RULES_ARE_OLD

@@ -16,6 +16,7 @@ from redis.asyncio import Redis
 from services.contract.messages.telemetry import RankSample
 from services.contract.redis import redis_keys
 from services.worker.agent.telemetry.gang_telemetry import Records
+from services.worker.agent.telemetry.names import TelemetryNames
 
 GangKey = tuple[str, int]
 
@@ -131,9 +132,18 @@ class Beat:
         telemetry: The same of the server that has telemetry.
         node_id: The node.
         incarnation: The life.
+        names: Under which telemetry of jobs is written; unset: their ids.
     """
 
-    def __init__(self, redis: Redis, telemetry: Redis, node_id: str, incarnation: str) -> None:
+    def __init__(
+        self,
+        redis: Redis,
+        telemetry: Redis,
+        node_id: str,
+        incarnation: str,
+        names: TelemetryNames | None = None,
+    ) -> None:
+        self._names = names or TelemetryNames()
         self._node_id = node_id
         self._incarnation = incarnation
         self._renew = redis.register_script(_RENEW)
@@ -190,10 +200,11 @@ class Beat:
         ]
         for gang in gangs:
             job_id, _ = gang
+            name = self._names.of(job_id)
             keys += [
-                redis_keys.job_ranks(job_id),
-                redis_keys.job_steps(job_id),
-                redis_keys.job_logs(job_id),
+                redis_keys.job_ranks(name),
+                redis_keys.job_steps(name),
+                redis_keys.job_logs(name),
             ]
             arguments.append(_name(gang))
             arguments += _counted_samples(samples.get(gang, ()))
@@ -219,7 +230,7 @@ class Beat:
         telling = [r for r in records if r.metrics]
         if not telling:
             return {}
-        keys = [redis_keys.job_metrics(told.job_id) for told in telling]
+        keys = [redis_keys.job_metrics(self._names.of(told.job_id)) for told in telling]
         arguments: list[str | int] = [redis_keys.METRICS_KEPT, redis_keys.MESSAGE_FIELD]
         for told in telling:
             arguments.append(len(told.metrics))
