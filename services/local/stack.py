@@ -20,9 +20,10 @@ from services.local.settings import LocalSettings
 
 _READY_TIMEOUT_S: Final = 60
 _POLL_S: Final = 0.1
-_OPERATORS: Final = frozenset(
-    {"MESHLOOM_TOKEN", "MESHLOOM_TOKEN_FILE"}
-)  # whoever has it is the operator
+# Of the controller alone: whoever has the token is the operator.
+_CONTROLLERS: Final = frozenset(
+    f"MESHLOOM_{name}{suffix}" for name in ("TOKEN", "TELEMETRY_SECRET") for suffix in ("", "_FILE")
+)
 # The stack, its dashboard and `make run` speak HTTP on this machine alone.
 _OF_HTTPS: Final = frozenset({"MESHLOOM_TLS_CERT", "MESHLOOM_TLS_KEY"})
 
@@ -67,7 +68,7 @@ async def running_stack(settings: LocalSettings) -> AsyncIterator[str]:
             )
             for name, module, without in (
                 ("controller", "services.controller", _OF_HTTPS),
-                ("agent", "services.worker.agent", _OPERATORS),
+                ("agent", "services.worker.agent", _CONTROLLERS),
             )
         ]
         async with _kept_alive(redis_programs) as redis_failed:
@@ -108,7 +109,7 @@ def _redis(settings: LocalSettings, home: Path, logs: Path) -> Iterator[tuple[st
         yield settings.redis_url, []
         return
     with redis_program(home / "redis") as redis:
-        yield redis.url, [Program("redis", redis.command, logs / "redis.log", {}, _OPERATORS)]
+        yield redis.url, [Program("redis", redis.command, logs / "redis.log", {}, _CONTROLLERS)]
 
 
 def _check_port(host: str, port: int) -> None:

@@ -67,7 +67,7 @@ def test_redis_killed_alone_comes_back_and_nobody_who_watches_a_job_notices(stac
     assert stack.part("redis-server").pid != server.pid
 
 
-def test_only_the_controller_holds_the_token_and_killing_the_owner_leaves_no_process(
+def test_only_the_controller_holds_its_secrets_and_killing_the_owner_leaves_no_process(
     tmp_path: Path,
 ) -> None:
     port = free_port()
@@ -77,6 +77,7 @@ def test_only_the_controller_holds_the_token_and_killing_the_owner_leaves_no_pro
             MESHLOOM_HOME=str(tmp_path),
             MESHLOOM_PORT=str(port),
             MESHLOOM_TOKEN=OPERATOR,
+            MESHLOOM_TELEMETRY_SECRET=OPERATOR[::-1],
             MESHLOOM_TEMPLATE_LINGER_S="0",
         ),
         stderr=subprocess.DEVNULL,
@@ -87,8 +88,9 @@ def test_only_the_controller_holds_the_token_and_killing_the_owner_leaves_no_pro
         until(lambda: client.job(job.id).progress.step > 0)
     family = psutil.Process(owner.pid).children(recursive=True)
     assert len(family) >= 6, "Redis, controller, agent, warm process, two ranks"
-    holders = [p for p in family if OPERATOR in p.environ().values()]
-    assert [p.cmdline()[-1] for p in holders] == ["services.controller"]
+    for secret in (OPERATOR, OPERATOR[::-1]):
+        holders = [p for p in family if secret in p.environ().values()]
+        assert [p.cmdline()[-1] for p in holders] == ["services.controller"]
     os.kill(owner.pid, signal.SIGKILL)
     owner.wait()
     _, alive = psutil.wait_procs(family, timeout=30)
