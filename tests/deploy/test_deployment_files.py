@@ -154,6 +154,18 @@ def test_a_worker_that_is_stopped_has_time_for_a_checkpoint_and_a_controller_tha
     assert {"controller", "redis"} <= set(worker["depends_on"])
 
 
+@pytest.mark.parametrize("name", WORKERS)
+def test_ranks_of_a_worker_are_another_user_than_its_agent_who_may_make_them_so(
+    compose: dict[str, Any], name: str
+) -> None:
+    worker = compose["services"][name]
+    user = worker["environment"]["MESHLOOM_RANK_USER"]
+    image = (ROOT / "deploy/worker.Dockerfile").read_text()
+    assert re.search(rf"useradd --uid [1-9]\d* .*{user} ", image)
+    assert worker["user"] == "0:0"
+    assert {"SETUID", "SETGID", "KILL", "CHOWN"} <= set(worker["cap_add"])
+
+
 @pytest.mark.parametrize("name", AT_ONCE)
 def test_a_container_that_serves_is_started_again_and_one_that_ends_is_not(
     compose: dict[str, Any], name: str

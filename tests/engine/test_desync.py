@@ -6,8 +6,8 @@ import logging
 import re
 import threading
 import warnings
-from collections import Counter
-from collections.abc import Iterator
+from collections import Counter, deque
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
@@ -27,6 +27,14 @@ from tests.engine.versus import Engine, ours, theirs
 
 pytestmark = pytest.mark.ranks
 
+# Newer PyTorch has another name for some.
+WRAPPED = (
+    "all_reduce",
+    "all_gather_into_tensor",
+    "all_gather_single",
+    "reduce_scatter_tensor",
+    "reduce_scatter_single",
+)
 PATIENCE = timedelta(seconds=0.5)
 
 
@@ -201,6 +209,38 @@ def compare_counts(ctx: RankContext) -> None:
         mine, reference = ([*count(ctx, engine)] for engine in (ours(), theirs()))
         assert mine == reference, count.__name__
         assert mine[0].total() > 0
+
+
+def test_the_check_calls_no_collective_that_a_user_has_wrapped(gangs: Gangs) -> None:
+    gangs(2).run(compare_wrapped)
+
+
+def compare_wrapped(ctx: RankContext) -> None:
+    for train in (of_resharding, of_accumulation):
+        mine, reference = (calls_of_wrappers(train, ctx, engine) for engine in (ours(), theirs()))
+        assert mine == reference, train.__name__
+        assert mine.total() > 0, "the wrappers see what is called"
+
+
+def calls_of_wrappers(
+    train: Callable[[RankContext, Engine], Iterator[object]], ctx: RankContext, engine: Engine
+) -> Counter[str]:
+    """How often `train` calls each collective of `torch.distributed`, by what stands there in its place."""
+    calls: Counter[str] = Counter()
+
+    def counted(name: str, wrapped: Callable[..., object]) -> Callable[..., object]:
+        def call(*args: object, **kwargs: object) -> object:
+            calls[name] += 1
+            return wrapped(*args, **kwargs)
+
+        return call
+
+    with pytest.MonkeyPatch.context() as patch:
+        for name in WRAPPED:
+            if hasattr(dist, name):
+                patch.setattr(dist, name, counted(name, getattr(dist, name)))
+        deque(train(ctx, engine), maxlen=0)
+    return calls
 
 
 def of_chunks(ctx: RankContext, engine: Engine) -> Iterator[Counter[object]]:

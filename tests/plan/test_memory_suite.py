@@ -8,11 +8,13 @@ import pytest
 
 from tests.engine.gang import Gang, Gangs
 from tests.plan.suite import CASES, SHARED, Held, estimated, measured
+from tests.plan.wide_suite import WIDE, measured_wide
 
 pytestmark = [pytest.mark.ranks, pytest.mark.system]
 
 # By world, so that ranks need not be restarted for each case.
 NAMES = sorted(CASES, key=lambda name: CASES[name].plan.mesh.ranks)
+OF_EACH_KIND = ["LSTM", "mixture of experts", "mixer"]
 _held: dict[str, Held] = {}
 
 
@@ -47,10 +49,20 @@ def test_half_of_all_estimates_are_within_a_hundredth_of_live_tensors(gangs: Gan
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    is_whole = metafunc.config.getoption("--grid") == "full"
+    if "wide" in metafunc.fixturenames:
+        metafunc.parametrize("wide", [*WIDE] if is_whole else OF_EACH_KIND)
     if "shared" in metafunc.fixturenames:
         # Each starts ranks of its own: but for the full grid, each case shares memory in one of the two ways.
-        is_whole = metafunc.config.getoption("--grid") == "full"
         metafunc.parametrize("shared", [*SHARED] if is_whole else [*SHARED][::4] + [*SHARED][3::4])
+
+
+def test_recurrent_mixture_and_attention_free_models_are_within_a_tenth(
+    wide: str, gangs: Gangs
+) -> None:
+    case = WIDE[wide]
+    held = max(each.allocated for each in gangs(case.plan.mesh.ranks).run(measured_wide, wide))
+    assert estimated(case).peak.memory.total == pytest.approx(held, rel=0.10)
 
 
 def test_where_ranks_share_memory_the_estimate_is_within_a_tenth(shared: str) -> None:

@@ -1,6 +1,7 @@
 """Jobs and their events: what is created, committed, listed and deleted, in Redis and in memory."""
 
 import asyncio
+import json
 
 import pytest
 from redis import Redis
@@ -114,6 +115,18 @@ async def test_a_reader_of_the_feed_is_told_that_events_were_trimmed(redis_url: 
         with Redis.from_url(redis_url) as redis:
             redis.set(keys.EVENT_FEED, "of another type")
         await ports.jobs.create(first_decision(job(name="kept-all-the-same")), ACTOR, None)
+
+
+async def test_a_record_with_a_field_of_a_later_version_is_read(redis_url: str) -> None:
+    async with redis_ports(redis_url) as ports:
+        stored = await ports.jobs.create(first_decision(job()), ACTOR, None)
+        with Redis.from_url(redis_url, decode_responses=True) as redis:
+            doc = json.loads(str(redis.hget(keys.job(stored.job.id), "doc")))
+            doc["of_tomorrow"] = {"a": [1]}
+            redis.hset(keys.job(stored.job.id), "doc", json.dumps(doc))
+    async with redis_ports(redis_url) as ports:
+        assert await ports.jobs.load(stored.job.id) == stored
+        assert ports.unreadable() == ()
 
 
 async def test_a_stale_writer_writes_nothing(world: World) -> None:

@@ -49,8 +49,7 @@ from services.controller.domain.scheduling.placement import (
 _UNASKED: Final = f"probe_{'0' * 32}"
 _DECODER_HEADS: Final = 6
 _UNITS_NAMED: Final = 4
-# What a kernel allocates within itself, an allocator's fragments and the process itself are not
-# estimated.
+# An allocator's fragments and the process itself are not estimated.
 _USABLE: Final = 0.9
 
 
