@@ -31,6 +31,7 @@ ENVIRONMENT: Final = {
 BUCKET: Final = "checkpoints"
 _CONTROL: Final = "/.faults"
 _Start = Callable[..., Any]
+_Write = Callable[[bytes], object]
 
 
 @dataclass(frozen=True)
@@ -38,7 +39,8 @@ class Fault:
     """What the server answers instead, to requests of these methods whose path has ``within`` in it.
 
     ``code`` "": it carries the request out and loses the answer. ``after``: so many requests are answered
-    well first; ``times``: then so many are not; None: all.
+    well first; ``times``: then so many are not; None: all. ``says``: this text instead, with the status, as a proxy
+    does that knows nothing of objects. ``keeps``: so many bytes of the true answer's body and these of its headers.
     """
 
     methods: tuple[str, ...] = ("GET", "HEAD", "PUT", "POST", "DELETE")
@@ -47,6 +49,9 @@ class Fault:
     status: int = 503
     after: int = 0
     times: int | None = None
+    says: str | None = None
+    keeps: int | None = None
+    headers: tuple[str, ...] = ()
 
 
 class _Faulty:
@@ -68,11 +73,26 @@ class _Faulty:
             if not self._is_met(environ):
                 return list(self._app(environ, start))
             assert self._fault is not None
-            if not self._fault.code:
-                list(self._app(environ, _unheard))
-            start(f"{self._fault.status} Fault", [("Content-Type", "application/xml")])
-            code = self._fault.code or "InternalError"
-            return [f"<Error><Code>{code}</Code><Message>chosen</Message></Error>".encode()]
+            return self._answer_amiss(self._fault, environ, start)
+
+    def _answer_amiss(
+        self, fault: Fault, environ: dict[str, Any], start: _Start
+    ) -> Iterable[bytes]:
+        if fault.keeps is not None:
+
+            def begin(status: str, headers: list[tuple[str, str]], *_: object) -> _Write:
+                start(status, [one for one in headers if one[0].lower() in fault.headers])
+                return lambda _: None
+
+            return [b"".join(self._app(environ, begin))[: fault.keeps]]
+        if fault.says is not None:
+            start(f"{fault.status} Fault", [("Content-Type", "text/html")])
+            return [fault.says.encode()]
+        if not fault.code:
+            list(self._app(environ, _unheard))
+        start(f"{fault.status} Fault", [("Content-Type", "application/xml")])
+        code = fault.code or "InternalError"
+        return [f"<Error><Code>{code}</Code><Message>chosen</Message></Error>".encode()]
 
     def _is_met(self, environ: dict[str, Any]) -> bool:
         fault = self._fault
@@ -84,7 +104,7 @@ class _Faulty:
         return fault.after < self._met <= fault.after + (fault.times or sys.maxsize)
 
 
-def _unheard(*_: object) -> Callable[[bytes], object]:
+def _unheard(*_: object) -> _Write:
     """Takes an answer that is lost on its way."""
     return lambda _: None
 

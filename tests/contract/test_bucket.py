@@ -1,7 +1,7 @@
 """A bucket's objects, on a real server: what the client promises to those that commit there."""
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -157,6 +157,63 @@ def test_a_refusal_is_a_condition_that_names_the_bucket_and_the_answer(
         f"s3://{BUCKET}/{bucket.address.prefix} answers {code} (HTTP {status}) to GetObject "
         "(seen from node-1)"
     )
+
+
+_PAGE = "<html><body>Please log in"
+_NO_ANSWERS = {
+    "a page": Fault(status=200, says=_PAGE),
+    "nothing": Fault(status=200, says=""),
+    "no headers": Fault(keeps=1 << 30),
+}
+
+
+@pytest.mark.parametrize("fault", _NO_ANSWERS.values(), ids=_NO_ANSWERS)
+@pytest.mark.parametrize("what", ["names", "read", "size", "create", "replace", "upload", "parts"])
+def test_what_is_no_answer_of_an_object_store_is_a_condition(
+    bucket: Bucket, server: S3Server, tmp_path: Path, fault: Fault, what: str
+) -> None:
+    bucket.replace("folder/record", b"one")
+    bucket.prove_conditional_writes()
+    path = tmp_path / "shard"
+    path.write_bytes(bytes(PART + 1))
+    do: dict[str, Callable[[], object]] = {
+        "names": lambda: bucket.names("folder"),
+        "read": lambda: bucket.read("folder/record"),
+        "size": lambda: bucket.size("folder/record"),
+        "create": lambda: bucket.create("folder/new", b"two"),
+        "replace": lambda: bucket.replace("folder/record", b"two"),
+        "upload": lambda: bucket.upload("shard", path),
+        "parts": lambda: list(bucket.parts("folder/record")),
+    }
+    server.fail(fault)
+    if what == "names" and fault is _NO_ANSWERS["no headers"]:
+        assert bucket.names("folder").keys() == {"record"}  # all that counts is in the body
+        return
+    with pytest.raises(StorageAwayError):
+        do[what]()
+
+
+def test_a_record_that_breaks_off_is_not_taken_for_whole(bucket: Bucket, server: S3Server) -> None:
+    bucket.replace("record", b"0123456789")
+    server.fail(Fault(methods=("GET",), keeps=4, headers=("content-length", "etag")))
+    with pytest.raises(StorageAwayError, match="4 of 10 bytes"):
+        bucket.read("record")
+
+
+def test_an_upload_of_which_the_server_lost_a_part_begins_again(
+    bucket: Bucket, server: S3Server, tmp_path: Path
+) -> None:
+    path = tmp_path / "shard"
+    path.write_bytes(b"x" * (PART + 1))
+    # The first POST begins the upload, the second one ends it.
+    server.fail(Fault(methods=("POST",), code="InvalidPart", status=400, after=1, times=1))
+    with pytest.raises(StorageAwayError, match="InvalidPart"):
+        bucket.upload("shard", path)
+    sent: list[int] = []
+    bucket.upload("shard", path, lambda: sent.append(1))
+    assert len(sent) == 2
+    assert bucket.size("shard") == PART + 1
+    assert not [key for key in server.unfinished() if key.startswith(bucket.address.prefix + "/")]
 
 
 def test_a_server_that_is_away_is_a_condition_too(

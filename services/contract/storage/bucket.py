@@ -40,6 +40,7 @@ _DELETED_AT_ONCE: Final = 1_000
 _PROOF: Final = ".conditional-writes"
 _NONE_THERE: Final = "*"
 _NOT_FOUND: Final = frozenset({"404", "NoSuchKey", "NoSuchUpload"})
+_SPOILT: Final = frozenset({"InvalidPart", "InvalidPartOrder", "EntityTooSmall"})
 _TAKEN: Final = frozenset({"412", "PreconditionFailed", "409", "ConditionalRequestConflict"})
 _TIMES_OUT_S: Final = 10
 _TRIES: Final = 3
@@ -59,6 +60,10 @@ class NoConditionalWritesError(OSError):
     """The server ignores ``If-None-Match``, so that two attempts could commit under one name."""
 
 
+class _SpoiltUploadError(StorageAwayError):
+    """The server does not have the parts that it said it has."""
+
+
 @dataclass
 class _Upload:
     """A multipart upload, which goes on where it was interrupted."""
@@ -72,8 +77,8 @@ class _Upload:
 class Bucket:
     """The objects below one address. Safe under threads.
 
-    Each method may raise StorageAwayError (the server does not answer, or refuses for now or for lack of
-    rights) and OSError.
+    Each method may raise StorageAwayError (the server does not answer, answers what no object store does, or
+    refuses for now or for lack of rights) and OSError.
 
     Args:
         address: Where they are.
@@ -89,20 +94,22 @@ class Bucket:
 
     def names(self, folder: str) -> Mapping[str, tuple[int, str]]:
         """The objects right in ``folder``, by name: size and ETag."""
-        found: dict[str, tuple[int, str]] = {}
-        for page in self._pages(folder):
-            for one in page.get("Contents", ()):
-                name = one["Key"].rpartition("/")[2]
-                found[name] = (one["Size"], one["ETag"])
-        return found
+        with self._told(folder):
+            return {
+                one["Key"].rpartition("/")[2]: (one["Size"], one["ETag"])
+                for page in self._pages(folder)
+                for one in page.get("Contents", ())
+            }
 
     def folders(self, folder: str) -> set[str]:
         """What lies in ``folder`` and has something in it, unfinished uploads included."""
-        found: set[str] = set()
         prefix = self._key(f"{folder}/" if folder else "")
-        for page in self._pages(folder):
-            for one in page.get("CommonPrefixes", ()):
-                found.add(one["Prefix"].removeprefix(prefix).rstrip("/"))
+        with self._told(folder):
+            found = {
+                one["Prefix"].removeprefix(prefix).rstrip("/")
+                for page in self._pages(folder)
+                for one in page.get("CommonPrefixes", ())
+            }
         found |= {key.removeprefix(prefix).partition("/")[0] for key, _ in self._unfinished(prefix)}
         return found
 
@@ -117,9 +124,12 @@ class Bucket:
             answer = self._s3.get_object(Bucket=self.address.bucket, Key=self._key(name))
             with contextlib.closing(answer["Body"]) as body:
                 content = body.read(_LONGEST_RECORD + 1)
+            etag, size = answer["ETag"], answer["ContentLength"]
         if len(content) > _LONGEST_RECORD:
             raise OSError(f"{self.address}: {name} is too long for a record")
-        return content, answer["ETag"]
+        if len(content) != size:
+            raise StorageAwayError(f"{self.address} sent {len(content)} of {size} bytes of {name}")
+        return content, etag
 
     def parts(self, name: str, start: int = 0, end: int | None = None) -> Iterator[bytes]:
         """The bytes of an object from ``start`` to ``end`` (not included), of which there are some; it is opened at once.
@@ -134,7 +144,10 @@ class Bucket:
         if start or end is not None:
             request["Range"] = f"bytes={start}-{'' if end is None else end - 1}"
         with self._told(name):
-            body = self._s3.get_object(**request)["Body"]
+            answer = self._s3.get_object(**request)
+            body = answer["Body"]
+            # Without these it is not the store that answers, or nobody could see where the answer breaks off.
+            _ = answer["ETag"], answer["ContentLength"]
 
         def read() -> Iterator[bytes]:
             with contextlib.closing(body):
@@ -231,6 +244,10 @@ class Bucket:
                 if self.size(name) != about.st_size:
                     raise
                 return
+            except _SpoiltUploadError:
+                del self._uploads[name]
+                self._abort(self._key(name), upload.id)
+                raise
         del self._uploads[name]
 
     def delete(self, name: str) -> None:
@@ -249,7 +266,7 @@ class Bucket:
                 Bucket=self.address.bucket, Prefix=f"{key}/"
             )
             for page in pages:
-                doomed += [one["Key"] for one in page.get("Contents", ())]
+                doomed += [one["Key"] for one in _listed(page).get("Contents", ())]
         for start in range(0, len(doomed), _DELETED_AT_ONCE):
             self._delete(doomed[start : start + _DELETED_AT_ONCE])
 
@@ -266,10 +283,10 @@ class Bucket:
 
     def _pages(self, folder: str) -> Iterator["ListObjectsV2OutputTypeDef"]:
         prefix = self._key(f"{folder}/" if folder else "")
-        with self._told(folder):
-            yield from self._s3.get_paginator("list_objects_v2").paginate(
-                Bucket=self.address.bucket, Prefix=prefix, Delimiter="/"
-            )
+        pages = self._s3.get_paginator("list_objects_v2").paginate(
+            Bucket=self.address.bucket, Prefix=prefix, Delimiter="/"
+        )
+        return map(_listed, pages)
 
     def _unfinished(self, prefix: str) -> list[tuple[str, str]]:
         found = []
@@ -291,15 +308,14 @@ class Bucket:
         if only_new:
             request["IfNoneMatch"] = _NONE_THERE
         with self._told(name):
-            answer = self._s3.put_object(**request)
-        return answer["ETag"]
+            return self._s3.put_object(**request)["ETag"]
 
     def _begin(self, name: str, about: os.stat_result) -> _Upload:
         with self._told(name):
             answer = self._s3.create_multipart_upload(
                 Bucket=self.address.bucket, Key=self._key(name)
             )
-        upload = _Upload(answer["UploadId"], about.st_size, about.st_mtime_ns)
+            upload = _Upload(answer["UploadId"], about.st_size, about.st_mtime_ns)
         self._uploads[name] = upload
         return upload
 
@@ -323,7 +339,7 @@ class Bucket:
                     Body=content,
                     ContentMD5=_md5(content),
                 )
-            upload.etags[number] = answer["ETag"]
+                upload.etags[number] = answer["ETag"]
         done: list[CompletedPartTypeDef] = [
             {"PartNumber": number, "ETag": upload.etags[number]} for number in range(1, count + 1)
         ]
@@ -359,11 +375,31 @@ class Bucket:
                 raise FileNotFoundError(f"{self.address} has no {name}") from error
             if code in _TAKEN:
                 raise FileExistsError(f"{self.address} has {name}") from error
-            raise StorageAwayError(
+            away = _SpoiltUploadError if code in _SPOILT else StorageAwayError
+            raise away(
                 f"{self.address} answers {code} (HTTP {status}) to {error.operation_name}"
             ) from error
         except BotoCoreError as error:
             raise StorageAwayError(f"{self.address} does not answer: {error}") from error
+        except OSError:
+            raise
+        except (
+            Exception
+        ) as error:  # the client checks little of what a proxy may answer in its place
+            raise StorageAwayError(
+                f"{self.address} answers what no object store does: {type(error).__name__}: {error}"
+            ) from error
+
+
+def _listed(page: "ListObjectsV2OutputTypeDef") -> "ListObjectsV2OutputTypeDef":
+    """``page``, if it is one: the client takes an empty answer for an empty bucket.
+
+    Raises:
+        ValueError: It is not.
+    """
+    if "IsTruncated" not in page:
+        raise ValueError("a listing without an end")
+    return page
 
 
 def _md5(content: bytes) -> str:
