@@ -36,7 +36,7 @@ _Write = Callable[[bytes], object]
 
 @dataclass(frozen=True)
 class Fault:
-    """What the server answers instead, to requests of these methods whose path has ``within`` in it.
+    """What the server answers instead, to requests of these methods whose path or query has ``within`` in it.
 
     ``code`` "": it carries the request out and loses the answer. ``after``: so many requests are answered
     well first; ``times``: then so many are not; None: all. ``says``: this text instead, with the status, as a proxy
@@ -98,7 +98,7 @@ class _Faulty:
         fault = self._fault
         if fault is None or environ["REQUEST_METHOD"] not in fault.methods:
             return False
-        if fault.within not in environ["PATH_INFO"]:
+        if fault.within not in f"{environ['PATH_INFO']}?{environ['QUERY_STRING']}":
             return False
         self._met += 1
         return fault.after < self._met <= fault.after + (fault.times or sys.maxsize)

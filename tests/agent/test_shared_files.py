@@ -250,6 +250,56 @@ def test_a_commit_whose_answer_is_lost_is_one_commit(bucket: Place) -> None:
     assert "chain/00000003.json" not in bucket.names()
 
 
+_EMPTY = "<ListBucketResult><IsTruncated>false</IsTruncated></ListBucketResult>"
+
+
+def test_a_listing_that_lacks_what_is_there_costs_no_record(bucket: Place) -> None:
+    assert bucket.server is not None
+    first, other = bucket.on("node-1"), bucket.on("node-2")
+    first.open_attempt(launch(1))
+    manifests = [bucket.save("node-1", step) for step in (1, 2, 3)]
+    first.commit(commit(manifests[0]))
+    bucket.server.fail(Fault(methods=("GET",), within="list-type=2", status=200, says=_EMPTY))
+    assert bucket.committed("node-1") == [1]
+    assert isinstance(first.commit(commit(manifests[1])), CheckpointLinked)
+    other.open_attempt(launch(2))
+    assert isinstance(first.commit(commit(manifests[2])), CheckpointLost)  # it is overtaken
+    assert bucket.committed("node-2") == [1, 2]
+    bucket.server.repair()
+    assert [bucket.committed(node) for node in NODES] == [[1, 2], [1, 2]]
+    assert [bucket.on(node).chain(JOB).read().fence for node in NODES] == [2, 2]
+
+
+def test_a_record_that_a_listing_leaves_out_between_others_is_read(bucket: Place) -> None:
+    assert bucket.server is not None
+    bucket.on("node-1").open_attempt(launch(1))
+    manifest = bucket.save("node-1", 3)
+    bucket.on("node-1").commit(commit(manifest))
+    bucket.on("node-1").open_attempt(launch(2))
+    key = f"{bucket.prefix}/{JOB}/chain/00000003.json"
+    listed = (
+        f"<ListBucketResult><IsTruncated>false</IsTruncated><Contents><Key>{key}</Key><Size>1</Size>"
+        "<ETag>x</ETag></Contents></ListBucketResult>"
+    )
+    bucket.server.fail(Fault(methods=("GET",), within="list-type=2", status=200, says=listed))
+    reading = bucket.on("node-2").chain(JOB).read()
+    assert (reading.damaged, reading.fence) == ((), 2)
+    assert list(reading.committed.values()) == [manifest]
+
+
+def test_a_server_that_says_that_all_names_are_taken_is_a_condition(bucket: Place) -> None:
+    assert bucket.server is not None
+    bucket.on("node-1").open_attempt(launch(1))
+    manifest = bucket.save("node-1", 3)
+    taken = Fault(methods=("PUT",), within="chain", code="PreconditionFailed", status=412)
+    bucket.server.fail(taken)
+    fact = bucket.on("node-1").commit(commit(manifest))
+    assert isinstance(fact, CheckpointLost)
+    assert "does not show it" in (fact.condition or "")
+    bucket.server.repair()
+    assert isinstance(bucket.on("node-1").commit(commit(manifest)), CheckpointLinked)
+
+
 def test_a_damaged_shard_is_found_and_a_damaged_record_is_passed_over(place: Place) -> None:
     storage = place.on("node-1")
     storage.open_attempt(launch(1))

@@ -36,7 +36,13 @@ from services.contract.storage.manifests import (
     Manifest,
 )
 from services.contract.storage.record_files import FolderRecords, RecordFiles
-from services.contract.system.durable import make_folders, read_plain, sync_folder, write_new
+from services.contract.system.durable import (
+    StorageAwayError,
+    make_folders,
+    read_plain,
+    sync_folder,
+    write_new,
+)
 from services.contract.system.rank_user import RankUser
 from services.contract.words.bounds import MOST_WHOLE
 
@@ -203,12 +209,15 @@ class CommitChain:
 
         Raises:
             FencedError: A higher fence has opened the chain.
+            StorageAwayError: The storage says that the next number is taken, and shows nothing there.
+            OSError: The storage refuses.
         """
         make_folders(self._folder, self._job.parent)
         content = CHAIN_RECORD.dump_json(record, indent=1)
         draft = self._folder / f"{DRAFT_PREFIX}{secrets.token_hex(8)}"
         try:
             write_new(draft, content)
+            taken = 0
             while True:
                 earlier = self.read()
                 known = earlier.number_of(record)
@@ -222,9 +231,15 @@ class CommitChain:
                     self._name_fence(record.fence)
                 # Behind what was read, damage included: a number that was taken is never reused.
                 number = len(earlier.records) + len(earlier.damaged) + 1
+                path = self._path(number)
+                if number == taken:
+                    raise StorageAwayError(
+                        f"the storage says that {path} is there, and does not show it"
+                    )
                 try:
-                    self._files.link(draft, self._path(number))
+                    self._files.link(draft, path)
                 except FileExistsError:
+                    taken = number
                     continue
                 sync_folder(self._folder)
                 return number
@@ -260,7 +275,10 @@ class CommitChain:
         return self._folder / f"{number:08d}.json"
 
     def _read(self, number: int) -> Record:
-        return CHAIN_RECORD.validate_json(read_plain(self._path(number)))
+        path = self._path(number)
+        if not os.path.lexists(path):  # later ones are there: a listing may lack this one
+            self._files.pull_file(path)
+        return CHAIN_RECORD.validate_json(read_plain(path))
 
     def _named_fences(self) -> list[int]:
         names = (path.name.removeprefix(_OPENED) for path in self._folder.glob(f"{_OPENED}*"))

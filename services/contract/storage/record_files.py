@@ -19,6 +19,10 @@ class RecordFiles(Protocol):
         """Have ``folder`` hold the files that all nodes see there, and no others but drafts."""
         ...
 
+    def pull_file(self, path: Path) -> None:
+        """Have ``path`` be the record that all nodes see there, or nothing."""
+        ...
+
     def holds(self, folder: Path) -> bool:
         """Whether all nodes see something in ``folder``."""
         ...
@@ -45,6 +49,9 @@ class FolderRecords:
 
     def pull(self, folder: Path) -> None:
         """See ``RecordFiles.pull``."""
+
+    def pull_file(self, path: Path) -> None:
+        """See ``RecordFiles.pull_file``."""
 
     def holds(self, folder: Path) -> bool:
         """See ``RecordFiles.holds``."""

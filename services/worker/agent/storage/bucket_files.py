@@ -104,8 +104,9 @@ class BucketFiles:
             there = self._bucket.names(self._name(folder))
             for path in self._here(folder):
                 if path.name not in there:
-                    path.unlink(missing_ok=True)
-                    self._versions.pop(path, None)
+                    self._bring(
+                        path
+                    )  # some stores list late what they have: the object itself decides
             for name, (_, etag) in there.items():
                 here = _version(folder / name, etag)
                 if here is None or here != self._versions.get(folder / name):
@@ -120,7 +121,11 @@ class BucketFiles:
         """See ``RecordFiles.link``."""
         with self._lock(path.parent):
             content = draft.read_bytes()
-            etag = self._bucket.create(self._name(path), content)
+            try:
+                etag = self._bucket.create(self._name(path), content)
+            except FileExistsError:
+                self._bring(path)  # a listing may lack it for long
+                raise
             self._put(path, content, etag)
 
     def touch(self, path: Path) -> None:
@@ -144,7 +149,7 @@ class BucketFiles:
         return sorted(there)
 
     def pull_file(self, path: Path) -> None:
-        """See ``SharedFiles.pull_file``."""
+        """See ``RecordFiles.pull_file``."""
         with self._lock(path.parent):
             self._bring(path)
 

@@ -38,10 +38,6 @@ class SharedFiles(RecordFiles, Protocol):
         """The ids of all jobs of which the storage holds anything, oldest first."""
         ...
 
-    def pull_file(self, path: Path) -> None:
-        """Have ``path`` be the record that all nodes see there, or nothing."""
-        ...
-
     def pull_missing(self, folder: Path) -> None:
         """Have ``folder`` hold what all nodes see there beside what is only here, and longer here."""
         ...
@@ -134,9 +130,6 @@ class FolderFiles(FolderRecords):
     def jobs(self) -> list[str]:
         """See ``SharedFiles.jobs``."""
         return jobs_in(self._root)
-
-    def pull_file(self, path: Path) -> None:
-        """See ``SharedFiles.pull_file``."""
 
     def pull_missing(self, folder: Path) -> None:
         """See ``SharedFiles.pull_missing``."""
