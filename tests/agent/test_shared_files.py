@@ -331,6 +331,20 @@ def test_a_rank_that_loads_a_damaged_shard_finds_it_damaged(place: Place) -> Non
     assert (folder / SHARD.name).read_bytes() == b"something else"
 
 
+def test_of_a_shard_that_is_far_too_long_little_is_loaded(bucket: Place) -> None:
+    bucket.on("node-1").open_attempt(launch(1))
+    manifest = bucket.save("node-1", 1)
+    bucket.on("node-1").commit(commit(manifest))
+    bucket.damage(f"shards/{manifest.checkpoint_id}/{SHARD.name}", bytes(8 << 20))
+    other = bucket.on("node-2")
+    other.open_attempt(launch(2).model_copy(update={"resume_from": manifest.checkpoint_id}))
+    copy = CommitChain(other.root, JOB).shard_folder(manifest.checkpoint_id) / SHARD.name
+    assert len(CONTENT) < copy.stat().st_size < 4 << 20
+    found = other.verify(verify(manifest))[-1]
+    assert isinstance(found, CheckpointCorrupt)
+    assert f"not the {len(CONTENT)}" in found.reason
+
+
 def test_retention_removes_for_all_nodes_what_it_retires(place: Place) -> None:
     storage = place.on("node-1")
     storage.open_attempt(launch(1))

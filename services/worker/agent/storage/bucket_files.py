@@ -188,7 +188,7 @@ class BucketFiles:
                 if _is_whole(path, shard):
                     break
                 try:
-                    self._download(path, took)
+                    self._download(path, took, shard.bytes)
                 except FileNotFoundError:  # whoever loads it tells
                     return
             else:
@@ -220,6 +220,8 @@ class BucketFiles:
             for part in self._bucket.parts(self._name(path)):
                 digest.update(part)
                 size += len(part)
+                if size > shard.bytes:
+                    break
         except FileNotFoundError:
             return "the file is missing"
         return size_fault(size, shard) or digest_fault(digest.hexdigest(), shard)
@@ -278,8 +280,10 @@ class BucketFiles:
         if version is not None:
             self._versions[path] = version
 
-    def _download(self, path: Path, took: Callable[[int], None] = lambda _: None) -> None:
-        """Put the object in the place of what is here, whole or not at all."""
+    def _download(
+        self, path: Path, took: Callable[[int], None] = lambda _: None, most: int | None = None
+    ) -> None:
+        """Put the object in the place of what is here, whole or not at all; of one longer than ``most`` some more than that."""
         parts = self._bucket.parts(self._name(path))
         with self._held(path.parent) as folder:
             draft = folder / f"{DRAFT_PREFIX}{secrets.token_hex(8)}"
@@ -289,6 +293,8 @@ class BucketFiles:
                     for part in parts:
                         file.write(part)
                         took(len(part))
+                        if most is not None and file.tell() > most:
+                            break
                 draft.replace(folder / path.name)
             finally:
                 draft.unlink(missing_ok=True)
