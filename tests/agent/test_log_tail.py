@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from services.contract.system.mask import Mask
 from services.worker.agent.telemetry import log_tail
 from services.worker.agent.telemetry.log_tail import (
     BACKLOG_BYTES,
@@ -111,6 +112,15 @@ def test_nothing_is_kept_of_an_unread_line_whose_beginning_is_cut_off(
     words, *kept = drained(tail)
     assert words.startswith("…")
     assert kept == ["whole"]
+
+
+def test_no_half_of_a_secret_is_shown_of_a_long_line_that_overwrites_itself(tmp_path: Path) -> None:
+    path = tmp_path / "log"
+    append(path, b"\r 98%|#" * 10_000 + b"\r 99%|##\rthe key is 0123456789")
+    tail = LogTail(path, Mask({"key": "0123456789abcdef"}))
+    shown = texts(tail)
+    append(path, b"abcdef\nafter\n")
+    assert [*shown, *texts(tail)] == [" 99%|##", "after"]
 
 
 def test_a_terminals_signs_are_taken_out(tmp_path: Path) -> None:

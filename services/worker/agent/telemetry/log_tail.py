@@ -205,8 +205,13 @@ class LogTail:
             if end < 0 and not last and len(chunk) - start < _PARTIAL_BYTES:
                 break
             stop = end if end >= 0 else len(chunk)
+            is_cut = end < 0 and not last
             if not self._inside_cut_line:
-                lines.append(_tailed(chunk[start:stop], self._mask))
+                line = chunk[start:stop]
+                # What stands behind the last return may be cut within a secret, which no mask finds then.
+                if is_cut and b"\r" in line:
+                    line = line[: line.rindex(b"\r")]
+                lines.append(_tailed(line, self._mask))
             self._inside_cut_line = end < 0
             start = stop + 1 if end >= 0 else stop
         self._offset += start
