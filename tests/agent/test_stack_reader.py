@@ -5,9 +5,14 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
+import pytest
+
+from services.contract.messages.rank_stacks import stacks_path
 from services.worker.agent.host.stack_reader import spied_frames, spy
+from services.worker.agent.host.stacks import collect
 from tests.waiting import until
 
 SLEEPER = """
@@ -38,6 +43,46 @@ def test_the_stack_of_a_stopped_process_is_seen_and_it_stays_stopped() -> None:
             assert stands_still(process.pid)
         finally:
             process.kill()
+
+
+LYING = """#!/bin/sh
+trap '' TERM
+echo $$ > {pids}
+exec >&-
+while :; do read _ < {never}; done
+"""
+
+
+def test_a_reader_that_says_nothing_more_and_does_not_end_is_not_waited_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pids, never = tmp_path / "pid", tmp_path / "never"
+    os.mkfifo(never)
+    program = tmp_path / "py-spy"
+    program.write_text(LYING.format(pids=pids, never=never))
+    program.chmod(0o700)
+    monkeypatch.setattr(sys, "executable", str(tmp_path / "python"))
+    assert asyncio.run(spy(os.getpid())) is None
+    with pytest.raises(ProcessLookupError):
+        os.kill(int(pids.read_text()), 0)
+
+
+def test_a_rank_that_became_a_program_of_another_user_costs_the_others_no_stacks() -> None:
+    if os.geteuid():
+        pytest.skip("only root can become another user")
+    with tempfile.TemporaryDirectory() as name:  # pytest's own folders are root's alone
+        folder = Path(name)
+        folder.chmod(0o755)
+        stacks_path(folder, 0).touch()
+        child = os.fork()
+        if not child:
+            try:
+                os.setuid(65_534)
+                asyncio.run(collect(folder, {0: os.getppid()}))
+                os._exit(0)
+            except BaseException:  # noqa: BLE001 nothing of the test may go on in the child
+                os._exit(1)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
 
 
 def test_of_a_process_that_is_gone_there_is_no_stack() -> None:

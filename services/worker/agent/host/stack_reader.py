@@ -40,14 +40,17 @@ async def spy(pid: int) -> str | None:
     try:
         async with asyncio.timeout(_WITHIN_S):
             said = await _beginning(dump)
+            if said is not None:
+                await dump.wait()
     except TimeoutError:
         said = None
     if said is None:
-        with contextlib.suppress(ProcessLookupError):
+        with contextlib.suppress(ProcessLookupError, TimeoutError):
             dump.kill()
-        await dump.wait()
+            # The kernel may hold it for as long as the memory that it reads does not answer.
+            async with asyncio.timeout(_WITHIN_S):
+                await dump.wait()
         return None
-    await dump.wait()
     return said.decode(errors="replace")[:_TEXT_KEPT] if dump.returncode == 0 else None
 
 

@@ -95,7 +95,7 @@ def _shown(path: str, line: int, name: str) -> str:
 def _ask(pid: int) -> None:
     try:
         os.kill(pid, STACKS_SIGNAL)
-    except ProcessLookupError:
+    except (ProcessLookupError, PermissionError):  # it may have become a program of another user
         return
 
 
