@@ -7,6 +7,7 @@ lets one of two writers through, as the interface promises. Buckets lie in memor
 
 import contextlib
 import json
+import signal
 import subprocess
 import sys
 import threading
@@ -126,6 +127,7 @@ class S3Server:
     url: str
     environment: dict[str, str]
     _client: Any
+    _process: "subprocess.Popen[bytes]"
 
     def fail(self, fault: Fault) -> None:
         """Answer so from now on, until ``repair``."""
@@ -134,6 +136,10 @@ class S3Server:
     def repair(self) -> None:
         """Answer as a store does."""
         self._order(None)
+
+    def freeze(self) -> None:
+        """Answer nothing, and refuse no connection, from now on."""
+        self._process.send_signal(signal.SIGSTOP)
 
     def client(self) -> Any:  # noqa: ANN401 the tests' own, without types of its answers
         """A client of its own, for what a test looks at or damages."""
@@ -177,7 +183,7 @@ def s3_server() -> Iterator[S3Server]:
             region_name=ENVIRONMENT["AWS_REGION"],
         ).client("s3", endpoint_url=url)
         client.create_bucket(Bucket=BUCKET)
-        server = S3Server(url, {**ENVIRONMENT, "AWS_ENDPOINT_URL_S3": url}, client)
+        server = S3Server(url, {**ENVIRONMENT, "AWS_ENDPOINT_URL_S3": url}, client, process)
         yield server
     finally:
         process.kill()

@@ -7,7 +7,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from services.contract.messages.commands import StopGang, TakeCheckpoint
+from services.contract.messages.commands import RetireCheckpoint, StopGang, TakeCheckpoint
 from services.contract.messages.facts import (
     CheckpointVoted,
     Evaluated,
@@ -15,10 +15,11 @@ from services.contract.messages.facts import (
     GangLaunched,
     GangProgressed,
     LaunchRefused,
+    NodeJoined,
 )
 from services.contract.messages.telemetry import RankSample
 from services.contract.redis import redis_keys
-from services.contract.words.ids import new_job_id
+from services.contract.words.ids import checkpoint_id, new_job_id
 from tests.agent.conftest import (
     FOREVER,
     JOB,
@@ -31,6 +32,7 @@ from tests.agent.conftest import (
     launched,
     running,
 )
+from tests.s3_server import BUCKET, s3_server
 from tests.waiting import until
 
 
@@ -52,6 +54,27 @@ def test_a_gang_runs_to_its_end_and_tells_it_in_order(
     assert all(e.finished and e.exit_code == 0 and e.step == 5 for e in end.exits)
     assert {e.rank: e.pid for e in end.exits} == launched(controller).pids
     until(lambda: not agent.folder.attempt(JOB, 1).boards.exists())
+
+
+def test_a_gang_ends_while_much_waits_for_a_bucket_that_does_not_answer(
+    start_agent: StartAgent, controller: Controller
+) -> None:
+    with s3_server() as server:
+        controller.open_job()
+        start_agent(**server.environment, MESHLOOM_CHECKPOINT_ROOT=f"s3://{BUCKET}/silent")
+        controller.fact(NodeJoined)
+        controller.send(launch(steps=FOREVER))
+        running(controller)
+        server.freeze()
+        others = [new_job_id(1_700_000_000_000, bytes([n] * 10)) for n in range(1, 65)]
+        controller.send(
+            *(
+                RetireCheckpoint(job_id=job, fence=1, checkpoint_id=checkpoint_id(job, 1, 1))
+                for job in others
+            )
+        )
+        controller.send(StopGang(job_id=JOB, fence=1, mode="kill"))
+        assert all(one.signal == signal.SIGKILL for one in ended(controller).exits)
 
 
 def test_gangs_that_end_at_one_moment_are_all_told_of_and_the_agent_goes_on(

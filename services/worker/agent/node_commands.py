@@ -1,6 +1,5 @@
 """Carries out the commands that no gang does: on checkpoints, on models, on the node itself."""
 
-import asyncio
 import json
 from collections.abc import Callable, Mapping, Sequence
 from typing import Final
@@ -29,6 +28,7 @@ from services.contract.messages.facts import (
 )
 from services.contract.messages.probing import MeasureNode, ModelProbed, ProbeModel
 from services.contract.storage.commit_chain import ChainError
+from services.worker.agent.host.reserve import in_storage_thread
 from services.worker.agent.probes.prober import Prober
 from services.worker.agent.probes.self_test import SelfTest
 from services.worker.agent.storage.exporter import Exporter
@@ -113,16 +113,16 @@ class NodeCommands:
         facts: Sequence[Fact]
         match command:
             case CommitCheckpoint():
-                facts = (await asyncio.to_thread(self._storage.commit, command),)
+                facts = (await in_storage_thread(self._storage.commit, command),)
             case RetireCheckpoint():
                 facts = await self._retire(command)
             case RemoveTraces():
-                await asyncio.to_thread(self._storage.remove_traces, command)
+                await in_storage_thread(self._storage.remove_traces, command)
                 facts = ()
             case VerifyCheckpoint():
-                facts = await asyncio.to_thread(self._storage.verify, command)
+                facts = await in_storage_thread(self._storage.verify, command)
             case PurgeJob():
-                facts = (await asyncio.to_thread(purge, self._storage, command, self._node_id),)
+                facts = (await in_storage_thread(purge, self._storage, command, self._node_id),)
         return facts
 
     def refusal(self, body: str, why: str) -> Fact | None:
@@ -159,14 +159,14 @@ class NodeCommands:
 
     async def _keep_standing(self, command: KeepStanding) -> Sequence[Fact]:
         try:
-            await asyncio.to_thread(self._storage.keep_standing, command)
+            await in_storage_thread(self._storage.keep_standing, command)
         except OSError as error:
             _log.warning("standing_not_kept", job=command.job_id, why=str(error))
         return ()
 
     async def _retire(self, command: RetireCheckpoint) -> Sequence[Fact]:
         try:
-            return await asyncio.to_thread(self._storage.retire, command)
+            return await in_storage_thread(self._storage.retire, command)
         except (ChainError, OSError) as error:
             _log.warning("retire_failed", checkpoint=command.checkpoint_id, why=str(error))
             return ()

@@ -58,7 +58,8 @@ from services.worker.agent.gangs.events import (
 )
 from services.worker.agent.gangs.runtime import GangRuntime
 from services.worker.agent.host.folders import NoBoardsError, NodeFolder
-from services.worker.agent.node_commands import NodeCommands
+from services.worker.agent.host.reserve import in_storage_thread
+from services.worker.agent.node_commands import NodeCommands, Question
 from services.worker.agent.ranks.launch import Launcher, LaunchError
 from services.worker.agent.storage.job_storage import Storage
 from services.worker.agent.storage.loading import Loading, Loadings
@@ -146,9 +147,16 @@ class Supervisor:
                 self._happen(command, DiagnosisAsked())
             case RecordTrace():
                 self._happen(command, TraceAsked(command))
+            case PurgeJob():
+                # One at a time: ranks can leave folders of which each takes minutes to remove.
+                async with self._lanes["", "purging"]:
+                    await self._answer(command)
             case _:
-                for fact in await self._node_commands.to(command, self._has_ranks):
-                    self._tell(fact)
+                await self._answer(command)
+
+    async def _answer(self, command: Question) -> None:
+        for fact in await self._node_commands.to(command, self._has_ranks):
+            self._tell(fact)
 
     def refuse(self, body: str, why: str) -> None:
         """Tell that a command cannot be read, so that nobody waits for what it asked."""
@@ -307,7 +315,7 @@ class Supervisor:
         try:
             with self._making_room(key):
                 with self._loads(key) as loading:
-                    damage = await asyncio.to_thread(self._storage.open_attempt, command, loading)
+                    damage = await in_storage_thread(self._storage.open_attempt, command, loading)
                 if damage is not None:
                     self._tell(damage)
                 disk = _HOME_DISK
@@ -351,7 +359,7 @@ class Supervisor:
             return
         try:
             with self._loads(key) as loading:
-                await asyncio.to_thread(
+                await in_storage_thread(
                     self._storage.bring, command.job_id, command.checkpoint_id, loading
                 )
         except (LaunchError, ChainError, OSError) as error:  # the launch tries again, or is refused

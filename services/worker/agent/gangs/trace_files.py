@@ -8,6 +8,7 @@ import structlog
 
 from services.contract.jobs.traces import MOST_BYTES, remove_drafts, trace_file
 from services.contract.messages.facts import Fact, TraceFailed, TraceRecorded
+from services.worker.agent.host.reserve import in_storage_thread
 from services.worker.agent.storage.shared_files import SharedFiles
 
 _log = structlog.get_logger()
@@ -55,7 +56,7 @@ class TraceFiles:
         try:
             # One at a time: a bucket that does not answer must not hold all threads of the agent.
             async with self._publishing:
-                place = await asyncio.to_thread(publish)
+                place = await in_storage_thread(publish)
         except OSError as error:
             about = fact.model_dump(include={"job_id", "fence", "node_id", "trace_id", "rank"})
             why = f"{error}; its file stays on {fact.node_id}: {path}"
@@ -65,7 +66,7 @@ class TraceFiles:
 
     async def _drop(self, file: Path, fact: TraceFailed) -> None:
         try:
-            await asyncio.to_thread(remove_drafts, file)
+            await in_storage_thread(remove_drafts, file)
         except OSError as error:  # a round through the storage removes them later
             _log.warning("trace_not_removed", trace=fact.trace_id, why=str(error))
         self._tell(fact)

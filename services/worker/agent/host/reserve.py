@@ -8,22 +8,39 @@ hold up its loop. And it has to see processes of its own end, which takes none h
 import asyncio
 import sys
 import threading
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from typing import Final
+from functools import partial
+from typing import Final, ParamSpec, TypeVar
 
 THREADS: Final = 16
+_STORAGE: Final = ThreadPoolExecutor(THREADS, thread_name_prefix="storage")
+_Arguments = ParamSpec("_Arguments")
+_Result = TypeVar("_Result")
+
+
+async def in_storage_thread(
+    work: Callable[_Arguments, _Result], *args: _Arguments.args, **kwargs: _Arguments.kwargs
+) -> _Result:
+    """``asyncio.to_thread`` for what waits for the storage, in threads of its own.
+
+    A storage that does not answer takes all of them, and gangs must end meanwhile.
+    """
+    loop = asyncio.get_running_loop()
+    return await loop.run_in_executor(_STORAGE, partial(work, *args, **kwargs))
 
 
 def take_reserve() -> None:
-    """Start all threads of the running loop that ``asyncio.to_thread`` uses. Blocking, briefly.
+    """Start all threads that ``asyncio.to_thread`` of the running loop and the storage use. Blocking, briefly.
 
     Raises:
         RuntimeError: The system has not so many threads left.
     """
     executor = ThreadPoolExecutor(THREADS, thread_name_prefix="agent")
-    met = threading.Barrier(THREADS)
-    for meeting in [executor.submit(met.wait) for _ in range(THREADS)]:
-        meeting.result()
+    for each in (executor, _STORAGE):
+        met = threading.Barrier(THREADS)
+        for meeting in [each.submit(met.wait) for _ in range(THREADS)]:
+            meeting.result()
     asyncio.get_running_loop().set_default_executor(executor)
     if sys.version_info < (3, 12):  # later ones do so by themselves
         watcher = asyncio.PidfdChildWatcher()

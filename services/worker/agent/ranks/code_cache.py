@@ -37,6 +37,7 @@ from services.contract.system.cancellation import end_if_told
 from services.contract.system.durable import open_plain, sync_folder, write_new
 from services.contract.system.rank_user import RankUser
 from services.worker.agent.host.removal import remove_tree
+from services.worker.agent.host.reserve import in_storage_thread
 from services.worker.agent.streams.redis_clients import REDIS_AWAY, while_away
 
 KEPT_UNUSED: Final = 16
@@ -116,7 +117,7 @@ class CodeCache:
                 body = await self._archive(digest, job_id)
                 await asyncio.to_thread(self._make_whole, name, body)
                 if job_id is not None:
-                    await asyncio.to_thread(self._keep_copy, self._storage_root / job_id, body)
+                    await in_storage_thread(self._keep_copy, self._storage_root / job_id, body)
             await asyncio.to_thread(self._remove_least_used, frozenset(self._in_use))
         except BaseException as error:
             self.release(digest)
@@ -138,8 +139,8 @@ class CodeCache:
         if body is None and job_id is not None:
             copy = self._storage_root / job_id / _OF_A_JOB
             if self._copies is not None:
-                await asyncio.to_thread(self._copies.pull_file, copy)
-            body = await asyncio.to_thread(_read, copy, digest)
+                await in_storage_thread(self._copies.pull_file, copy)
+            body = await in_storage_thread(_read, copy, digest)
         if body is None:
             where = "" if job_id is None else f" nor complete in {self._storage_root / job_id}"
             raise NoCodeError(

@@ -10,6 +10,7 @@ from pydantic import ValidationError
 from services.contract.messages.commands import ExportCheckpoint
 from services.contract.messages.facts import CheckpointCorrupt, CheckpointExported, ExportFailed
 from services.contract.storage.exports import EXPORT_MANIFEST
+from services.worker.agent.host.reserve import in_storage_thread
 from services.worker.agent.storage.export import ExportOutcome
 from services.worker.agent.storage.job_storage import Storage
 
@@ -37,10 +38,10 @@ class Exporter:
         # Of its own, for a gang may load the same.
         reader = f"export of {command.checkpoint_id}"
         try:
-            await asyncio.to_thread(self._storage.bring, reader, command.checkpoint_id)
+            await in_storage_thread(self._storage.bring, reader, command.checkpoint_id)
             outcome = await self._run(command)
             if outcome.reason is None:
-                await asyncio.to_thread(self._publish, command, outcome)
+                await in_storage_thread(self._publish, command, outcome)
         except OSError as error:
             outcome = ExportOutcome(reason=str(error))
         finally:

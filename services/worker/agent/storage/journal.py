@@ -12,6 +12,7 @@ import structlog
 
 from services.contract.messages.base import Message
 from services.contract.system.cancellation import end_if_told
+from services.worker.agent.host.reserve import in_storage_thread
 from services.worker.agent.storage.record_files import KINDS, EntryId, Part
 from services.worker.agent.storage.shared_files import SharedFiles, as_shared
 
@@ -89,7 +90,7 @@ class Journal:
         entries = self._waiting.pop(key)
         part = Part(self._files.root, job_id, KINDS[name], fence, self._writer)
         try:
-            await asyncio.to_thread(part.append, entries)
+            await in_storage_thread(part.append, entries)
             self._unpublished.add(part.path)
         except FileNotFoundError:
             return  # storage holds nothing of the job any more
@@ -104,7 +105,7 @@ class Journal:
 
     async def publish(self) -> None:
         """Have all nodes see what was appended."""
-        await asyncio.to_thread(self._publish)
+        await in_storage_thread(self._publish)
 
     def _publish(self) -> None:
         # A bucket takes whole files: where that takes long, it is not done at each flush.

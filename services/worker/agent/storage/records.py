@@ -17,6 +17,7 @@ from services.contract.messages.commands import CloseRecords, RecallRecords
 from services.contract.messages.facts import Fact, RecordsClosed
 from services.contract.redis import redis_keys
 from services.contract.system.cancellation import end_if_told
+from services.worker.agent.host.reserve import in_storage_thread
 from services.worker.agent.storage.journal import Journal
 from services.worker.agent.storage.record_files import (
     EVENTS,
@@ -79,13 +80,13 @@ class RecordKeeper:
         events_to = None
         folder = records_folder(self._root, command.job_id)
         try:
-            await asyncio.to_thread(self._files.pull_missing, folder)
-            before = await asyncio.to_thread(_names, folder)
+            await in_storage_thread(self._files.pull_missing, folder)
+            before = await in_storage_thread(_names, folder)
             for kind in (*KINDS.values(), EVENTS):
                 more = await self._in_redis(command, kind)
-                await asyncio.to_thread(close, self._root, command.job_id, kind, more)
+                await in_storage_thread(close, self._root, command.job_id, kind, more)
                 events_to = str(max(more)) if kind is EVENTS and more else None
-            await asyncio.to_thread(self._publish, folder, before)
+            await in_storage_thread(self._publish, folder, before)
         except OSError as error:  # Redis keeps them longer then
             _log.warning("records_not_closed", job=command.job_id, why=str(error))
             return ()
@@ -103,11 +104,11 @@ class RecordKeeper:
         await self._journal.flush(job_id)
         folder = records_folder(self._root, job_id)
         try:
-            await asyncio.to_thread(self._files.pull_missing, folder)
-            before = await asyncio.to_thread(_names, folder)
+            await in_storage_thread(self._files.pull_missing, folder)
+            before = await in_storage_thread(_names, folder)
             for kind in KINDS.values():
-                await asyncio.to_thread(close, self._root, job_id, kind, {}, before_fence=fence)
-            await asyncio.to_thread(self._publish, folder, before)
+                await in_storage_thread(close, self._root, job_id, kind, {}, before_fence=fence)
+            await in_storage_thread(self._publish, folder, before)
         except OSError as error:  # they are read as they are
             _log.warning("records_not_put_together", job=job_id, why=str(error))
 
@@ -122,16 +123,16 @@ class RecordKeeper:
     async def _recall(self, command: RecallRecords) -> None:
         """Bring back what storage has; whoever asked waits for it."""
         job_id = command.job_id
-        if not await asyncio.to_thread(self._files.holds, self._root / job_id):
+        if not await in_storage_thread(self._files.holds, self._root / job_id):
             # It would be told that there is nothing, by a node whose storage is not mounted.
             _log.warning("storage_has_no_such_job", job=job_id, root=str(self._root))
             return
         await self._journal.flush(job_id)
         try:
             folder = records_folder(self._root, job_id)
-            await asyncio.to_thread(self._files.pull_missing, folder)
+            await in_storage_thread(self._files.pull_missing, folder)
             for kind in (*KINDS.values(), EVENTS):
-                entries = await asyncio.to_thread(read_entries, self._root, job_id, kind)
+                entries = await in_storage_thread(read_entries, self._root, job_id, kind)
                 await self._bring_back(kind.recalled(command.telemetry_name), entries)
             name = redis_keys.recalled(command.telemetry_name)
             await self._done(keys=[name], args=[command.asked])

@@ -30,6 +30,7 @@ from services.contract.system.cancellation import end_if_told
 from services.contract.system.durable import StorageAwayError
 from services.contract.words.states import TERMINAL_STATES, JobState
 from services.worker.agent.host.folders import NodeFolder
+from services.worker.agent.host.reserve import in_storage_thread
 from services.worker.agent.storage.job_storage import Storage
 from services.worker.agent.storage.record_files import records_folder
 from services.worker.agent.streams.redis_clients import REDIS_AWAY
@@ -136,13 +137,13 @@ class StorageRounds:
         """
         gangs = self._gangs()
         is_of_all = time.monotonic() >= self._all_due_at
-        jobs = await asyncio.to_thread(self._files.jobs)
+        jobs = await in_storage_thread(self._files.jobs)
         if not is_of_all:
             own = {*gangs, *await asyncio.to_thread(self._folder.jobs)}
             jobs = [job_id for job_id in jobs if job_id in own]
         known = await self._jobs_in_redis(jobs)
         unknown = [job_id for job_id, found in known.items() if found.is_lost]
-        lost = await asyncio.to_thread(self._cards_of, unknown)
+        lost = await in_storage_thread(self._cards_of, unknown)
         if is_of_all and not lost:
             self._all_due_at = time.monotonic() + ALL_EVERY_S * random.uniform(0.5, 1.5)  # noqa: S311 no secret
         self._others_since = {job: at for job, at in self._others_since.items() if job in lost}
@@ -153,7 +154,7 @@ class StorageRounds:
                 if stands or is_ours:
                     await self._report(job_id, gangs)
                 elif job_in_redis.deleted:
-                    await asyncio.to_thread(self._put_away, job_id)
+                    await in_storage_thread(self._put_away, job_id)
         # One that was told of just now may need to be told again, once all its nodes have joined.
         waiting = any(
             known[job].is_lost or known[job].state in _UNADOPTED_STATES
@@ -161,7 +162,7 @@ class StorageRounds:
             if job in known
         )
         over = {job_id for job_id, s in known.items() if s.is_over and job_id not in gangs}
-        await asyncio.to_thread(self._remove_orphans, jobs, over, is_of_all=is_of_all)
+        await in_storage_thread(self._remove_orphans, jobs, over, is_of_all=is_of_all)
         await asyncio.to_thread(self._folder.prune, [j for j, s in known.items() if s.deleted])
         return waiting
 
@@ -191,7 +192,7 @@ class StorageRounds:
 
     async def _report(self, job_id: str, gangs: Mapping[str, tuple[RunningGang, int]]) -> None:
         running, last_step = gangs.get(job_id, (None, 0))
-        facts = await asyncio.to_thread(self._storage.find_job, job_id, running, last_step)
+        facts = await in_storage_thread(self._storage.find_job, job_id, running, last_step)
         if facts:
             count = sum(len(fact.manifests) for fact in facts)
             _log.warning("job_unknown_to_redis", job=job_id, checkpoints=count)

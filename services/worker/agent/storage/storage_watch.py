@@ -4,6 +4,7 @@ import asyncio
 from collections.abc import Callable
 from typing import Final
 
+from services.worker.agent.host.reserve import in_storage_thread
 from services.worker.agent.storage.shared_files import SharedFiles
 
 EVERY_S: Final = 60.0
@@ -31,7 +32,7 @@ async def watch_storage(
     """
     while True:
         await asyncio.sleep(every_s)
-        name, fault = await asyncio.to_thread(look, files)
+        name, fault = await in_storage_thread(look, files)
         # One that is away is no other storage.
         now = (name or found[0], fault)
         if now != found:
