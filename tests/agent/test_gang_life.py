@@ -2,6 +2,7 @@
 
 import os
 import signal
+from functools import partial
 from pathlib import Path
 
 import psutil
@@ -23,6 +24,7 @@ from services.contract.words.ids import checkpoint_id, new_job_id
 from tests.agent.conftest import (
     FOREVER,
     JOB,
+    NODE,
     AgentProcess,
     Controller,
     StartAgent,
@@ -75,6 +77,26 @@ def test_a_gang_ends_while_much_waits_for_a_bucket_that_does_not_answer(
         )
         controller.send(StopGang(job_id=JOB, fence=1, mode="kill"))
         assert all(one.signal == signal.SIGKILL for one in ended(controller).exits)
+
+
+def test_an_agent_leaves_while_much_waits_for_a_bucket_that_does_not_answer(
+    start_agent: StartAgent, controller: Controller
+) -> None:
+    with s3_server() as server:
+        agent = start_agent(**server.environment, MESHLOOM_CHECKPOINT_ROOT=f"s3://{BUCKET}/silent")
+        controller.fact(NodeJoined)
+        server.freeze()
+        jobs = [new_job_id(1_700_000_000_000, bytes([n] * 10)) for n in range(1, 33)]
+        controller.send(
+            *(
+                RetireCheckpoint(job_id=job, fence=1, checkpoint_id=checkpoint_id(job, 1, 1))
+                for job in jobs
+            )
+        )
+        inbox = redis_keys.node_inbox(NODE)
+        pending = partial(controller.client.xpending, inbox, redis_keys.INBOX_GROUP)
+        until(lambda: pending()["pending"] == len(jobs), timeout_s=60)
+        assert agent.stop() == 0
 
 
 def test_gangs_that_end_at_one_moment_are_all_told_of_and_the_agent_goes_on(

@@ -5,6 +5,7 @@ With ``--check`` it only looks whether this node's agent is alive: exit code 0 i
 
 import argparse
 import asyncio
+import os
 import signal
 import sys
 
@@ -49,6 +50,9 @@ def main() -> None:
     except (LeaseTakenError, NodeBusyError) as error:
         sys.stderr.write(f"meshloom agent: {error}\n")
         sys.exit(_NOT_ALONE)
+    # Python would wait for the threads that wait for a storage, which may not answer for minutes.
+    sys.stderr.flush()
+    os._exit(0)
 
 
 async def _serve(settings: AgentSettings) -> None:
