@@ -141,7 +141,9 @@ def assert_told_again_from_storage(
         until(lambda: admin.hexists(keys.job_last(job_id), "steps"), timeout_s=30)
         told = controller.client.get(path).json()
         assert told["items"]
-        assert telemetry.delete(keys.job_records(job_id), keys.job_steps(names.of(job_id)))
+        assert telemetry.delete(
+            *(key(names.of(job_id)) for key in (keys.job_records, keys.job_steps))
+        )
         assert controller.client.get(path).json() == told
 
 

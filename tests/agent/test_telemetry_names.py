@@ -3,6 +3,7 @@
 import asyncio
 
 import pytest
+from redis import Redis
 
 from services.contract.messages.board import MAX_STEP
 from services.contract.messages.commands import CloseRecords
@@ -23,6 +24,9 @@ from tests.agent.conftest import (
     launch,
     running,
 )
+from tests.controller.conftest import job_body
+from tests.controller.test_process import Controller as Plane
+from tests.controller.test_process import started
 from tests.waiting import until
 
 pytestmark = [pytest.mark.ranks, pytest.mark.redis]
@@ -73,6 +77,35 @@ def test_a_curve_stays_under_its_secret_name_when_the_agent_dies_and_storage_giv
     assert client.exists(keys.job_ranks(controller.names.of(JOB)))
     known_to_all = [*RECORDS, keys.recalled, keys.recalled_steps, keys.recalled_events]
     assert not client.exists(*(key(JOB) for key in known_to_all))
+
+
+def test_what_was_told_before_the_secret_was_set_comes_back_from_storage_and_goes_with_the_job(
+    redis_url: str, start_agent: StartAgent
+) -> None:
+    endless = {"factory": "rank_program:train", "args": {"pause_s": 0.01, "lines": 3}}
+    start_agent()
+
+    def curve(plane: Plane, job_id: str) -> list[int]:
+        path = f"/v1/jobs/{job_id}/metrics?max_points=10000"
+        return [point["step"] for point in plane.client.get(path).json()["items"]]
+
+    with started(redis_url) as plane:
+        body = job_body(model=endless, train={"steps": 10**6})
+        job_id = plane.client.post("/v1/jobs", json=body).json()["id"]
+        until(lambda: plane.state(job_id) == "RUNNING", timeout_s=60)
+        until(lambda: len(curve(plane, job_id)) > 20, timeout_s=30)
+        assert plane.client.post(f"/v1/jobs/{job_id}/pause").status_code == 202
+        until(lambda: plane.state(job_id) == "PAUSED", timeout_s=60)
+        before = curve(plane, job_id)
+        text = plane.client.get(f"/v1/jobs/{job_id}/logs").json()["items"]
+    with started(redis_url, telemetry_secret=SECRET) as plane:
+        until(lambda: curve(plane, job_id) == before, timeout_s=30)
+        assert plane.client.get(f"/v1/jobs/{job_id}/logs").json()["items"] == text
+        assert plane.client.post(f"/v1/jobs/{job_id}/cancel").status_code == 202
+        until(lambda: plane.state(job_id) == "CANCELLED", timeout_s=60)
+        assert plane.client.delete(f"/v1/jobs/{job_id}").status_code == 204
+    with Redis.from_url(redis_url, decode_responses=True) as redis:
+        assert list(redis.scan_iter(f"{keys.job(job_id)}*")) == []
 
 
 def test_each_job_and_each_purpose_has_a_name_of_its_own() -> None:

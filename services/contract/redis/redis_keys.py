@@ -59,8 +59,8 @@
 | ``ml:audit:refused`` | stream: the same of what was refused | permanent, trimmed |
 | ``ml:wake`` | pub/sub channel | never stored; only wakes |
 
-In the names of ``ranks``, ``steps``, ``metrics``, ``logs`` and ``recalled``, ``<id>`` is what
-``telemetry_name`` answers.
+In the names of ``ranks``, ``steps``, ``metrics``, ``logs``, ``records`` and ``recalled``, ``<id>`` is
+what ``telemetry_name`` answers.
 """
 
 import re
@@ -220,9 +220,9 @@ def job_logs(name: str) -> str:
     return f"ml:job:{name}:logs"
 
 
-def job_records(job_id: str) -> str:
+def job_records(name: str) -> str:
     """That the streams of steps, metrics and output hold all that is kept of them."""
-    return f"ml:job:{job_id}:records"
+    return f"ml:job:{name}:records"
 
 
 def job_last(job_id: str) -> str:

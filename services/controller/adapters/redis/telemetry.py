@@ -255,7 +255,7 @@ class RedisTelemetry:
     async def is_whole(self, job_id: str) -> bool:
         """See ``Telemetry.is_whole``."""
         with self._telling():
-            return bool(await self._told.reads.exists(keys.job_records(job_id)))
+            return bool(await self._told.reads.exists(keys.job_records(self._names.of(job_id))))
 
     async def is_empty(self, job_id: str) -> bool:
         """See ``Telemetry.is_empty``."""
@@ -308,7 +308,7 @@ class RedisTelemetry:
                     await self._put_together(
                         keys=[
                             keys.recalled(name),
-                            keys.job_records(job_id),
+                            keys.job_records(self._names.of(job_id)),
                             keys.recalled_events(name),
                             *(
                                 key
@@ -371,7 +371,7 @@ class RedisTelemetry:
             )
         if status == "ok":
             name = self._names.of(job_id)
-            names = [*(here(name) for _, here in _RECORDS), keys.job_records(job_id)]
+            names = [*(here(name) for _, here in _RECORDS), keys.job_records(name)]
             with self._telling():
                 await self._let_go(keys=names, args=[keys.RECALLED_S])
 

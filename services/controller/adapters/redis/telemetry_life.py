@@ -36,7 +36,7 @@ class TelemetryLife:
     async def begin(self, job_id: str) -> None:
         """The job is new: all that will be here is all there is. If this fails, storage is asked as well."""
         with _passing(job_id):
-            await self._clients.writes.set(keys.job_records(job_id), "1")
+            await self._clients.writes.set(keys.job_records(self._names.of(job_id)), "1")
 
     async def end(self, job_id: str) -> None:
         """The job has ended."""

@@ -48,19 +48,26 @@ class TelemetryNames:
         return command.model_copy(update={"telemetry_secret": part})
 
     def keys(self, job_id: str) -> list[str]:
-        """All keys of a job on the server that has telemetry: what agents write, and what is brought back."""
-        reported, recalled = self.of(job_id), self.recalled(job_id)
+        """All keys of a job on the server that has telemetry: what agents write, and what is brought back.
+
+        Those from before a secret was set are among them.
+        """
+        names = {job_id: job_id, self.of(job_id): self.recalled(job_id)}
         return [
-            keys.job_ranks(reported),
-            keys.job_steps(reported),
-            keys.job_metrics(reported),
-            keys.job_logs(reported),
-            keys.job_records(job_id),
-            keys.recalled(recalled),
-            keys.recalled_steps(recalled),
-            keys.recalled_metrics(recalled),
-            keys.recalled_logs(recalled),
-            keys.recalled_events(recalled),
+            key
+            for reported, recalled in names.items()
+            for key in (
+                keys.job_ranks(reported),
+                keys.job_steps(reported),
+                keys.job_metrics(reported),
+                keys.job_logs(reported),
+                keys.job_records(reported),
+                keys.recalled(recalled),
+                keys.recalled_steps(recalled),
+                keys.recalled_metrics(recalled),
+                keys.recalled_logs(recalled),
+                keys.recalled_events(recalled),
+            )
         ]
 
     def _part(self, job_id: str, what: str) -> str:
