@@ -126,12 +126,13 @@ def test_each_job_and_each_purpose_has_a_name_of_its_own() -> None:
     assert names.of(JOB).partition(":")[2] not in repr(commanded)
 
 
-def test_an_agent_knows_the_names_of_the_jobs_that_it_launched_last() -> None:
+def test_an_agent_knows_the_names_of_the_jobs_that_it_launched_or_wrote_last() -> None:
     names = NamesOfAgent()
     for number in range(10_001):
         names.learn(f"job-{number}", f"name-{number}")
-    assert (names.of("job-0"), names.of("job-1"), names.of("job-10000")) == (
-        "job-0",
-        "name-1",
+        assert names.of("job-0") == "name-0", "a job that trains on while many others come and go"
+    assert (names.of("job-1"), names.of("job-2"), names.of("job-10000")) == (
+        "job-1",
+        "name-2",
         "name-10000",
     )

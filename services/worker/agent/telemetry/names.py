@@ -12,7 +12,7 @@ class TelemetryNames:
         self._by_job: dict[str, str] = {}
 
     def learn(self, job_id: str, name: str) -> None:
-        """Take the name of a job that is launched. Of the last 10 000 jobs the names are known."""
+        """Take the name of a job that is launched. Known are those of the 10 000 jobs that were launched or written last."""
         self._by_job.pop(job_id, None)
         self._by_job[job_id] = name
         if len(self._by_job) > _MOST:
@@ -20,4 +20,8 @@ class TelemetryNames:
 
     def of(self, job_id: str) -> str:
         """The name of a job."""
-        return self._by_job.get(job_id, job_id)
+        name = self._by_job.pop(job_id, None)
+        if name is None:
+            return job_id
+        self._by_job[job_id] = name
+        return name
