@@ -121,6 +121,7 @@ def test_each_job_and_each_purpose_has_a_name_of_its_own() -> None:
             keys.without_secret(f"at {key(names.of(JOB))}, {key(JOB)}")
             == f"at {key(JOB)}, {key(JOB)}"
         )
+        assert keys.without_secret(f"{key(names.of(JOB))[:50]}...") == f"ml:job:{JOB}..."
     commanded = names.told(launch(1, 2, MAX_STEP))
     assert SECRET not in commanded.model_dump_json()
     assert names.of(JOB).partition(":")[2] not in repr(commanded)

@@ -136,7 +136,8 @@ CODE_DRAFT_TTL_S: Final = 600
 CODE_PART_BYTES: Final = 1 << 18
 CODE_PARTS: Final = "parts"
 _HEX: Final = re.compile("[0-9a-f]{32}")
-_SECRET: Final = re.compile("(?<=:job_[0-9a-z]{26}):[0-9a-f]{32}(?=:)")
+# redis-py cuts the commands that it quotes in errors.
+_SECRET: Final = re.compile(r"(?<=:job_[0-9a-z]{26}):[0-9a-f]{1,32}(?![0-9a-z])")
 
 
 def jobs_in_state(state: str) -> str:
