@@ -151,8 +151,8 @@ class GroupPlan:
                 raise self._replaced_unseen()
             table[name] = whole
         for module, name, sharded, whole in self._attributes:
-            there = torch_private.parameter_at(module, name)
-            if there is not sharded and there is not whole:
+            held = torch_private.parameter_at(module, name)
+            if held is not sharded and held is not whole:
                 raise self._replaced_unseen()
             torch_private.set_parameter(module, name, whole)
 

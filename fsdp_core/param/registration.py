@@ -37,9 +37,20 @@ class ParamSlot:
         return ParamSlot((*self.places, *other.places), self.fqn)
 
     def registered(self) -> nn.Parameter:
-        """What is registered at the first place now."""
-        module, name = self.places[0]
-        return module.get_parameter(name)
+        """What is registered at the first place now.
+
+        Raises:
+            ArgumentTypeError: Nothing is, or a tensor that is no `nn.Parameter`.
+        """
+        found = torch_private.parameter_at(*self.places[0])
+        if not isinstance(found, nn.Parameter):
+            what = "is registered no more" if found is None else "was replaced by a plain tensor"
+            raise ArgumentTypeError(
+                f"Parameter {self.fqn!r} {what}. Parametrize, prune or remove parameters before "
+                "fully_shard; call forward once before torch.func.functional_call, and give it the "
+                "model's own parameters."
+            )
+        return found
 
     def holds(self, *parameters: nn.Parameter) -> bool:
         """Whether one of `parameters` is what is registered at each place."""

@@ -49,8 +49,8 @@ def set_parameter(module: nn.Module, name: str, parameter: nn.Parameter) -> None
         setattr(module, name, parameter)
 
 
-def parameter_at(module: nn.Module, name: str) -> nn.Parameter | None:
-    """What is registered as `name`; None if nothing is."""
+def parameter_at(module: nn.Module, name: str) -> torch.Tensor | None:
+    """What is registered as `name`, which `torch.func` may have replaced by a tensor; None if nothing is."""
     return module._parameters.get(name)
 
 

@@ -15,6 +15,7 @@ from fsdp_core import fully_shard, observe, register_fsdp_forward_method
 from fsdp_core.comm import Ticket
 from fsdp_core.errors import (
     ArgumentError,
+    ArgumentTypeError,
     EngineError,
     StateError,
     TensorKindError,
@@ -134,6 +135,33 @@ def check_replaced(ctx: RankContext, owns_setattr: bool) -> None:  # noqa: FBT00
         model(x)
     model.load_state_dict(zeros, assign=True)
     assert not model(x).any()
+
+
+def test_a_parameter_that_is_gone_before_the_first_forward_is_named(gangs: Gangs) -> None:
+    gangs(2).run(check_gone)
+
+
+def check_gone(ctx: RankContext) -> None:
+    def sharded() -> nn.Sequential:
+        model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 2)).to(ctx.device)
+        fully_shard(model, mesh=ctx.mesh)
+        return model
+
+    def refused(how: str) -> pytest.RaisesExc[ArgumentTypeError]:
+        return pytest.raises(ArgumentTypeError, match=rf"Parameter '1\.weight' {how}")
+
+    x = torch.ones(4, 3, device=ctx.device)
+    model = sharded()
+    values = {name: value.detach() for name, value in model.named_parameters()}
+    others = {name: value for name, value in values.items() if name == "1.weight"}
+    with refused("was replaced by a plain tensor"):
+        torch.func.functional_call(model, others, (x,))
+    assert model(x).shape == (4, 2)
+
+    parametrized = sharded()
+    nn.utils.parametrizations.weight_norm(parametrized[1])
+    with refused("is registered no more"):
+        parametrized(x)
 
 
 @pytest.mark.parametrize("world", [1, 2])
