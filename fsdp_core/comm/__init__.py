@@ -10,7 +10,7 @@ from fsdp_core.comm.collectives import (
     collectives_on,
 )
 from fsdp_core.comm.context import CommContext, InFlightReduction
-from fsdp_core.comm.desync import keep_step
+from fsdp_core.comm.desync import in_step
 from fsdp_core.comm.hostwise import HostwiseCollectives
 from fsdp_core.comm.mesh_info import (
     Axis,
@@ -92,7 +92,7 @@ __all__ = [
     "collectives_on",
     "elements_of",
     "host_axes_of",
-    "keep_step",
+    "in_step",
     "mesh_info_of",
     "post_forward_mesh_info",
     "resolve_placement",

@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import logging
 from collections import deque
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
 from hashlib import sha256
@@ -35,6 +36,8 @@ from fsdp_core import torch_private
 from fsdp_core.errors import DesyncError
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     from torch.distributed import Store  # type: ignore[attr-defined]  # PyTorch does not list it
 
 PATIENCE = timedelta(seconds=10)
@@ -112,6 +115,23 @@ def keep_step(group: dist.ProcessGroup | None, device: torch.device, what: str) 
         log = _logs[group] = _Log.of(group) if is_watched else None
     if log is not None and not log.add(what):
         _agree(group, log)
+
+
+@contextmanager
+def in_step(group: dist.ProcessGroup | None, device: torch.device, what: str) -> Iterator[None]:
+    """Within, this rank starts `what`, after `keep_step`.
+
+    Where that raises, for want of memory for example, the others may have started it, and wait: they
+    and this rank are to learn the difference.
+    """
+    keep_step(group, device, what)
+    try:
+        yield
+    except BaseException:
+        if group is not None and (log := _logs.get(group)) is not None:
+            log.last[log.count] += ", which raised before it started"
+            log.told.discard(log.count)
+        raise
 
 
 def wait_in_step(work: dist.Work, group: dist.ProcessGroup | None, device: torch.device) -> None:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Protocol
 import torch
 
 from fsdp_core import torch_private
-from fsdp_core.comm import Stream, Ticket, keep_step
+from fsdp_core.comm import Stream, Ticket, in_step
 from fsdp_core.layout import Packing
 
 if TYPE_CHECKING:
@@ -167,8 +167,8 @@ class PendingGather:
                 own_row = buffer.narrow(0, packing.row * axis.rank, packing.row)
                 torch_private.foreach_copy(list(torch.split(own_row, list(packing.sizes))), sends)
         streams.wait_stream(Stream.GATHER, Stream.PACK)
-        keep_step(axis.group, device, f"all-gather of {label}")
-        with streams.enter(Stream.GATHER):
+        what = f"all-gather of {label}"
+        with in_step(axis.group, device, what), streams.enter(Stream.GATHER):
             sequence = comm.counts.issue(axis.name)
             work = axis.all_gather(buffer, own_row, on_stream=streams.run_apart)
         waited_on = None if work is None else Stream.COMPUTE

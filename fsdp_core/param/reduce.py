@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Final
 import torch
 
 from fsdp_core import torch_private
-from fsdp_core.comm import Reduction, Stream, Ticket, keep_step
+from fsdp_core.comm import Reduction, Stream, Ticket, in_step
 from fsdp_core.layout import Packing, Slicing
 from fsdp_core.param import slices
 from fsdp_core.param.shared_reduce import SharedReduction
@@ -112,8 +112,7 @@ class PendingReduce:
         reduction = route.reduction(dtype)
         streams.wait_stream(Stream.REDUCE, Stream.COMPUTE)
         what = f"reduce-scatter of {route.label} ({packing.total} elements)"
-        keep_step(shards.group, route.device, what)
-        with streams.enter(Stream.REDUCE):
+        with in_step(shards.group, route.device, what), streams.enter(Stream.REDUCE):
             result = shards.reduce_buffer(packing.row, dtype, route.device)
             if reduction.pre_divide != 1:
                 contribution.div_(reduction.pre_divide)
@@ -224,9 +223,9 @@ class PendingReduce:
         stream = Stream.ALL_REDUCE
         comm.streams.wait_stream(stream, Stream.REDUCE)
         what = f"all-reduce of {self._route.label} ({result.numel()} elements)"
-        keep_step(self._route.replicas.group, result.device, what)
         with comm.streams.enter(stream):
-            ticket = self._all_reduce(result, comm)
+            with in_step(self._route.replicas.group, result.device, what):
+                ticket = self._all_reduce(result, comm)
             if comm.streams.run_apart:
                 ticket.wait()
         if comm.streams.run_apart:

@@ -19,7 +19,7 @@ from torch import nn
 from torch.distributed.tensor.debug import CommDebugMode
 
 from fsdp_core import fully_shard, torch_private
-from fsdp_core.comm import desync
+from fsdp_core.comm import DefaultAllGather, desync
 from fsdp_core.errors import DesyncError
 from tests.engine.gang import Gang, Gangs, RankContext
 from tests.engine.test_chunked_loss import WIDTH, Headless
@@ -77,6 +77,33 @@ def train_out_of_step(ctx: RankContext, model: Choosing, skipped_for: str) -> No
     for _ in range(3):
         train(model, ["first", "other"] if ctx.rank == 0 else [skipped_for, "other"])
         train(model, ["other"])
+
+
+def test_a_rank_whose_collective_raised_before_it_started_is_named(device: str) -> None:
+    gang = Gang(2, device)  # of its own: its process group is of no use afterwards
+    for told in gang.run(check_unstarted):
+        assert "all-gather of 'first.weight' and 1 more, which raised before it started" in told
+    gang.kill()
+
+
+class WithoutMemory(DefaultAllGather):
+    def __call__(self, *_: object, **__: object) -> None:
+        raise torch.OutOfMemoryError
+
+
+def check_unstarted(ctx: RankContext) -> str:
+    """Rank 0 catches it and trains on; the other waits in the collective."""
+    desync.PATIENCE = PATIENCE
+    model: Any = sharded(ctx)
+    train(model, ["first", "twin"])
+    if ctx.rank == 0:
+        model.first.set_custom_all_gather(WithoutMemory())
+        with pytest.raises(torch.OutOfMemoryError):
+            train(model, ["first", "twin"])
+        model.first.set_custom_all_gather(DefaultAllGather())
+    with pytest.raises(DesyncError) as caught:
+        train(model, ["first", "twin"])
+    return str(caught.value)
 
 
 def test_a_slow_rank_is_waited_for_and_named(device: str) -> None:
