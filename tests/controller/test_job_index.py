@@ -33,6 +33,7 @@ from services.controller.domain.job.job import Job
 from services.controller.ports.coordination import Ports
 from services.controller.ports.jobs import Actor, Change, JobSummary
 from services.controller.use_cases.change import apply_events
+from services.controller.use_cases.event_feed import EventFilter, page_of_feed
 from services.controller.use_cases.listing import JobFilter, JobOrder, page
 from tests.controller.conftest import ControlPlane, open_plane
 from tests.controller.histories import spec
@@ -157,6 +158,21 @@ async def test_a_list_reads_the_records_of_its_page_alone(world: World) -> None:
     assert (len(found), cursor is not None) == (3, True)
     assert world.calls("hgetall") == before + 3
     assert world.calls("hmget") == summaries + 30 + 3
+
+
+@pytest.mark.anyio
+async def test_events_are_chosen_by_label_and_owner_without_reading_a_record(world: World) -> None:
+    await world.ports.jobs.index()
+    chance = random.Random(7)  # noqa: S311 no secret
+    names = [await world.keep(number, chance) for number in range(40)]
+    for name in names:
+        await world.happen(name, KillAsked(), 100)
+    ended = await world.ports.jobs.page(None, 1_000)
+    hers = {stored.job.id for stored in ended if stored.job.owner == "alice"}
+    before = world.calls("hgetall")
+    told = await page_of_feed(world.ports, EventFilter(owner="alice", labels=("run",)), None, 1_000)
+    assert {event.job_id for event in told.items} == hers
+    assert world.calls("hgetall") == before
 
 
 @pytest.mark.anyio

@@ -320,6 +320,10 @@ class JobStore(Protocol):
         """
         ...
 
+    async def summaries_of(self, job_ids: Sequence[str]) -> list[JobSummary]:
+        """The summaries of these jobs, in this order, as far as they are there."""
+        ...
+
     async def several(self, job_ids: Sequence[str]) -> list[Stored]:
         """These jobs, in this order, as far as they are there and can be read."""
         ...

@@ -10,7 +10,7 @@ from services.contract.api.views import EventPage, EventView
 from services.contract.redis.redis_keys import EVENT_FEED
 from services.controller.ports.coordination import Ports
 from services.controller.ports.event_feed import FeedEntry
-from services.controller.ports.jobs import EventRecord, JobSummary
+from services.controller.ports.jobs import EventRecord
 from services.controller.use_cases.listing import JobFilter
 from services.controller.use_cases.present import moment
 
@@ -105,8 +105,9 @@ async def chosen(
     read = [(entry, _record(ports, entry)) for entry in of_jobs]
     found = [(entry, known) for entry, known in read if known and wanted.has_kind(known.kind)]
     if wanted.jobs is not None and found:
-        stored = await ports.jobs.several(list(dict.fromkeys(entry.job_id for entry, _ in found)))
-        fit = {s.job.id: wanted.jobs.matches(JobSummary.of(s.job)) for s in stored}
+        # Of up to 500 jobs: their whole records take seconds, for each webhook and each page.
+        jobs = await ports.jobs.summaries_of(list(dict.fromkeys(e.job_id for e, _ in found)))
+        fit = {job.id: wanted.jobs.matches(job) for job in jobs}
         found = [
             (entry, known)
             for entry, known in found

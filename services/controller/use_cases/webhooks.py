@@ -176,9 +176,9 @@ class Delivery:
             DeliveryError: The receiver did not take it, or it could not be sent.
         """
         now_ms = await self.ports.clock.now_ms()
-        stored = await self.ports.jobs.several([event.job_id])
+        known = await self.ports.jobs.summaries_of([event.job_id])
         try:
-            body = body_of(self.webhook, event, stored[0].job.spec.name if stored else None)
+            body = body_of(self.webhook, event, known[0].name if known else None)
             message = message_id(self.webhook, event)
             headers = headers_of(self.webhook, message, body, now_ms // 1000)
             await self.sender.send(self.webhook.url, headers, body)

@@ -150,6 +150,10 @@ class MemoryJobs:
         states = among.states or set(JobState)
         return [JobSummary.of(s.job) for s in found if s.job.state in states][:limit]
 
+    async def summaries_of(self, job_ids: Sequence[str]) -> list[JobSummary]:
+        """See ``JobStore.summaries_of``."""
+        return [JobSummary.of(stored.job) for stored in await self.several(job_ids)]
+
     async def several(self, job_ids: Sequence[str]) -> list[Stored]:
         """See ``JobStore.several``."""
         return [self._server.jobs[name] for name in job_ids if name in self._server.jobs]

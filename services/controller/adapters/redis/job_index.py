@@ -72,7 +72,7 @@ class JobIndex:
             rows = [await self.places(name, before, _PAGE) for name in names]
             merged = heapq.merge(*rows, reverse=True)
             places = list(itertools.islice(dict.fromkeys(merged), _PAGE))
-            found += await self._summaries([place.id for place in places])
+            found += await self.summaries_of([place.id for place in places])
             if len(places) < _PAGE:
                 break
             before = places[-1]
@@ -201,8 +201,8 @@ class JobIndex:
             told = self._clients.unreadable.of_their_type(names, rows)
         return dict(zip(names, told, strict=True))
 
-    async def _summaries(self, job_ids: Sequence[str]) -> list[JobSummary]:
-        """The summaries of those that are there, in the same order."""
+    async def summaries_of(self, job_ids: Sequence[str]) -> list[JobSummary]:
+        """See ``JobStore.summaries_of``."""
         with answering():
             async with self._clients.reads.pipeline(transaction=False) as pipe:
                 for name in job_ids:

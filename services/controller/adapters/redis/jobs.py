@@ -329,6 +329,10 @@ class RedisJobs:
         """See ``JobStore.summaries``."""
         return await self._index.summaries(among, before, limit)
 
+    async def summaries_of(self, job_ids: Sequence[str]) -> list[JobSummary]:
+        """See ``JobStore.summaries_of``."""
+        return await self._index.summaries_of(job_ids)
+
     async def several(self, job_ids: Sequence[str]) -> list[Stored]:
         """See ``JobStore.several``."""
         wanted = set(job_ids)
