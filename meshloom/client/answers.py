@@ -4,7 +4,7 @@ from collections import OrderedDict
 from typing import Any, Final, TypedDict, TypeVar
 
 import httpx
-from pydantic import BaseModel
+from pydantic import BaseModel, ValidationError
 from tenacity import (
     RetryCallState,
     retry_if_exception_type,
@@ -12,6 +12,9 @@ from tenacity import (
     stop_after_delay,
     wait_random_exponential,
 )
+
+from meshloom.client.errors import ClientError, UnreachableError
+from services.contract.api.fault_words import in_words
 
 View = TypeVar("View", bound=BaseModel)
 Parameters = dict[str, Any]
@@ -33,6 +36,30 @@ def media_type_of(response: httpx.Response) -> str:
     """What it says that its content is, without parameters."""
     media_type, _, _ = response.headers.get("Content-Type", "").partition(";")
     return str(media_type).strip().lower()
+
+
+def parsed(response: httpx.Response, view: type[View]) -> View:
+    """What an answer holds.
+
+    Raises:
+        UnreachableError: It is no JSON, so whatever answered is no controller.
+        ClientError: It is JSON that this version cannot read.
+    """
+    try:
+        return view.model_validate_json(response.content)
+    except ValidationError as error:
+        fault = error.errors(include_url=False)[0]
+        said = f"{response.url} answered {response.status_code} with"
+        if fault["type"] == "json_invalid":
+            raise UnreachableError(
+                f"{said} {media_type_of(response) or 'no type'}, which is no JSON; set MESHLOOM_URL to the "
+                "address of a controller"
+            ) from error
+        place = ".".join(map(str, fault["loc"])) or "the whole"
+        raise ClientError(
+            f"{said} what this version of Meshloom cannot read as {view.__name__} ({place}: "
+            f"{in_words(fault)}); use the controller's version, and look whether MESHLOOM_URL is its address"
+        ) from error
 
 
 class RetryOptions(TypedDict):
@@ -88,7 +115,7 @@ class AnswerCache:
             if isinstance(kept, view):
                 return kept
             raise TypeError(f"{key} was read as {type(kept).__name__} before")
-        answer = view.model_validate_json(response.content)
+        answer = parsed(response, view)
         if "ETag" in response.headers:
             self._kept[key] = (response.headers["ETag"], answer)
             self._kept.move_to_end(key)

@@ -3,6 +3,7 @@
 import hashlib
 import json
 import threading
+import time
 from collections.abc import Callable, Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -13,8 +14,9 @@ import meshloom
 from meshloom.client import ClientError, RefusedError, RestClient, UnreachableError
 from meshloom.client.downloads import PartialFile
 from meshloom.client.settings import ClientSettings
-from services.contract.api.views import NodeList
+from services.contract.api.views import Health, NodeList
 from services.contract.storage.exports import ExportedFile
+from services.contract.words.problems import Problem
 from tests.cli import views
 from tests.e2e.conftest import free_port
 
@@ -117,6 +119,36 @@ def test_a_stream_that_breaks_goes_on_behind_the_last_entry(server: _Server) -> 
     assert [headers.get("Last-Event-ID") for _, headers in server.asked] == [None, "1-0"]
 
 
+def test_a_stream_that_ends_at_once_is_asked_for_again_after_ever_longer_pauses(
+    server: _Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pauses: list[float] = []
+    monkeypatch.setattr(time, "sleep", pauses.append)
+    stream = {"Content-Type": "text/event-stream"}
+    server.replies = [(200, stream, b"")] * 7 + [(200, stream, b"event: end\ndata: {}\n\n")]
+    with RestClient(server.url) as client:
+        assert list(client.follow_events("job_00000000000000000000000000")) == []
+    assert pauses == [0.1, 0.2, 0.4, 0.8, 1.6, 2.0, 2.0]
+
+
+def test_a_stream_goes_on_once_the_store_of_the_controller_is_back(server: _Server) -> None:
+    away = Problem(type="x", title="", status=503, code="store_unavailable", detail="")
+    ready = Health(status="ok").model_dump_json().encode()
+    stream = {"Content-Type": "text/event-stream"}
+    end = b"event: end\ndata: {}\n\n"
+    server.replies = [
+        (200, stream, b""),
+        (503, {}, away.model_dump_json().encode()),
+        BUSY,
+        (200, {}, ready),
+        (200, stream, end),
+    ]
+    with RestClient(server.url, patience_s=30) as client:
+        assert list(client.follow_events("job_00000000000000000000000000")) == []
+    path = "/v1/jobs/job_00000000000000000000000000/events"
+    assert [asked for asked, _ in server.asked] == [path, path, "/readyz", "/readyz", path]
+
+
 def test_what_is_no_stream_of_events_is_told_and_not_asked_for_again(server: _Server) -> None:
     server.replies = [(200, {"Content-Type": "text/html; charset=utf-8"}, b"<h1>Log in</h1>")]
     with (
@@ -133,6 +165,11 @@ def test_what_is_no_stream_of_events_is_told_and_not_asked_for_again(server: _Se
         ((302, {"Location": "/login"}, b""), "answered 302 Found"),
         ((304, {}, b""), "answered 304 Not Modified"),
         ((200, {"Content-Encoding": "gzip"}, b"no gzip"), "no controller answers"),
+        (
+            (200, {"Content-Type": "text/html"}, b"<h1>Log in</h1>"),
+            "with text/html, which is no JSON; set",
+        ),
+        ((200, {}, b'{"status": "ok"}'), r"cannot read as NodeList \(items: "),
     ],
 )
 def test_what_no_controller_answers_is_one_sentence(

@@ -7,6 +7,7 @@ from typing import Any, Final
 import httpx
 from pydantic import BaseModel
 
+from meshloom.client.answers import parsed
 from meshloom.client.asynchronous.transport import AsyncTransport
 from meshloom.client.downloads import PartialFile
 from meshloom.client.errors import refusal
@@ -71,14 +72,14 @@ class AsyncRestClient(AsyncTransport):
             params={"dry_run": "true"} if dry_run else {},
             headers={"Idempotency-Key": idempotency_key or secrets.token_hex(16)},
         )
-        return JobView.model_validate_json(response.content)
+        return parsed(response, JobView)
 
     async def upload_code(self, body: bytes) -> tuple[CodeView, bool]:
         """Upload an archive unless it is there; answers what is kept, and whether it was sent."""
         path = f"/v1/code/{digest_of(body)}"
         known = await self.send("GET", path)
         if known.status_code == httpx.codes.OK:
-            return CodeView.model_validate_json(known.content), False
+            return parsed(known, CodeView), False
         if known.status_code != httpx.codes.NOT_FOUND:
             raise refusal(known)
         response = await self.request(
@@ -90,7 +91,7 @@ class AsyncRestClient(AsyncTransport):
             read_timeout_s=_KEPT_WITHIN_S,
             patience_s=_UPLOADING_PATIENCE_S,
         )
-        return CodeView.model_validate_json(response.content), True
+        return parsed(response, CodeView), True
 
     async def plan(self, spec: Mapping[str, Any], *, fresh: bool = False) -> PlanView:
         """Have a plan made for a spec; it may still be PROBING. ``fresh``: profile again."""
@@ -103,7 +104,7 @@ class AsyncRestClient(AsyncTransport):
             # The controller may wait for the profile, longer than for other answers.
             read_timeout_s=_PLANNED_WITHIN_S,
         )
-        return PlanView.model_validate_json(response.content)
+        return parsed(response, PlanView)
 
     async def plans(self, *, limit: int = 50, **filters: str) -> PlanList:
         """Plans, newest first; ``filters`` are ``state``, ``owner`` and ``cursor``."""
@@ -129,7 +130,7 @@ class AsyncRestClient(AsyncTransport):
             params={"dry_run": "true"} if dry_run else {},
             headers={"Idempotency-Key": idempotency_key or secrets.token_hex(16)},
         )
-        return JobView.model_validate_json(response.content)
+        return parsed(response, JobView)
 
     async def patch(self, job_id: str, patch: JobPatch) -> JobView:
         """Change a job as it is now; refused (412) if somebody else changes it meanwhile."""
@@ -142,7 +143,7 @@ class AsyncRestClient(AsyncTransport):
             # Where something on the way drops it, the controller refuses the change.
             headers={"If-Match": seen.headers.get("ETag", '""')},
         )
-        return JobView.model_validate_json(response.content)
+        return parsed(response, JobView)
 
     async def delete(self, job_id: str, *, purge_checkpoints: bool = False) -> bool:
         """Delete a finished job; False while its checkpoints are still being removed."""
@@ -215,7 +216,7 @@ class AsyncRestClient(AsyncTransport):
         response = await self.request(
             "POST", f"/v1/jobs/{job_id}/traces", json=wanted.model_dump(mode="json")
         )
-        return TraceView.model_validate_json(response.content)
+        return parsed(response, TraceView)
 
     async def trace(self, job_id: str, trace_id: str) -> TraceView:
         """One trace."""
@@ -294,7 +295,7 @@ class AsyncRestClient(AsyncTransport):
         """Have a node's gangs checkpoint and move, and place no more there."""
         body = how.model_dump(mode="json")
         response = await self.request("POST", f"/v1/nodes/{node_id}/drain", json=body)
-        return NodeView.model_validate_json(response.content)
+        return parsed(response, NodeView)
 
     async def forget(self, node_id: str) -> None:
         """Delete the record of a lost node."""
@@ -303,7 +304,7 @@ class AsyncRestClient(AsyncTransport):
     async def undrain(self, node_id: str) -> NodeView:
         """Have gangs placed on the node again."""
         response = await self.request("POST", f"/v1/nodes/{node_id}/undrain")
-        return NodeView.model_validate_json(response.content)
+        return parsed(response, NodeView)
 
     async def version(self) -> Version:
         """Which build answers."""
@@ -316,7 +317,7 @@ class AsyncRestClient(AsyncTransport):
     async def readiness(self) -> Health:
         """Whether the controller and its Redis can serve, and if not, what is wrong."""
         response = await self.send("GET", "/readyz", patience_s=0)
-        return Health.model_validate_json(response.content)
+        return parsed(response, Health)
 
     async def cancel(self, job_id: str, stop: StopRequest) -> JobView:
         """Stop the job for good, after a checkpoint as asked."""
@@ -341,7 +342,7 @@ class AsyncRestClient(AsyncTransport):
     async def create_token(self, wanted: TokenRequest) -> TokenCreated:
         """Make a token; the answer is the only place where its secret stands."""
         response = await self.request("POST", "/v1/tokens", json=wanted.model_dump(mode="json"))
-        return TokenCreated.model_validate_json(response.content)
+        return parsed(response, TokenCreated)
 
     async def tokens(self) -> TokenList:
         """All tokens."""
@@ -354,7 +355,7 @@ class AsyncRestClient(AsyncTransport):
     async def create_webhook(self, wanted: WebhookRequest) -> WebhookCreated:
         """Have events sent to a URL; the answer is the only place where its secret stands."""
         response = await self.request("POST", "/v1/webhooks", json=wanted.model_dump(mode="json"))
-        return WebhookCreated.model_validate_json(response.content)
+        return parsed(response, WebhookCreated)
 
     async def webhooks(self) -> WebhookList:
         """One's own webhooks; for an operator all."""
@@ -375,7 +376,7 @@ class AsyncRestClient(AsyncTransport):
             response = await self.request(
                 "GET", f"/v1/jobs/{job_id}/logs", params={**filters, **cursor}
             )
-            page = LogPage.model_validate_json(response.content)
+            page = parsed(response, LogPage)
             for line in page.items:
                 yield line
             if page.next_cursor is None or not page.items:
@@ -415,8 +416,8 @@ class AsyncRestClient(AsyncTransport):
     async def _act(self, job_id: str, verb: str, body: BaseModel | None) -> JobView:
         content = None if body is None else body.model_dump(mode="json", exclude_none=True)
         response = await self.request("POST", f"/v1/jobs/{job_id}/{verb}", json=content)
-        return JobView.model_validate_json(response.content)
+        return parsed(response, JobView)
 
     async def _keep(self, method: str, checkpoint_id: str, verb: str) -> CheckpointView:
         response = await self.request(method, f"/v1/checkpoints/{checkpoint_id}{verb}")
-        return CheckpointView.model_validate_json(response.content)
+        return parsed(response, CheckpointView)

@@ -7,6 +7,7 @@ from typing import Any, Final
 import httpx
 from pydantic import BaseModel
 
+from meshloom.client.answers import parsed
 from meshloom.client.downloads import PartialFile
 from meshloom.client.errors import refusal
 from meshloom.client.synchronous.transport import Transport
@@ -71,14 +72,14 @@ class RestClient(Transport):
             params={"dry_run": "true"} if dry_run else {},
             headers={"Idempotency-Key": idempotency_key or secrets.token_hex(16)},
         )
-        return JobView.model_validate_json(response.content)
+        return parsed(response, JobView)
 
     def upload_code(self, body: bytes) -> tuple[CodeView, bool]:
         """Upload an archive unless it is there; answers what is kept, and whether it was sent."""
         path = f"/v1/code/{digest_of(body)}"
         known = self.send("GET", path)
         if known.status_code == httpx.codes.OK:
-            return CodeView.model_validate_json(known.content), False
+            return parsed(known, CodeView), False
         if known.status_code != httpx.codes.NOT_FOUND:
             raise refusal(known)
         response = self.request(
@@ -90,7 +91,7 @@ class RestClient(Transport):
             read_timeout_s=_KEPT_WITHIN_S,
             patience_s=_UPLOADING_PATIENCE_S,
         )
-        return CodeView.model_validate_json(response.content), True
+        return parsed(response, CodeView), True
 
     def plan(self, spec: Mapping[str, Any], *, fresh: bool = False) -> PlanView:
         """Have a plan made for a spec; it may still be PROBING. ``fresh``: profile again."""
@@ -103,7 +104,7 @@ class RestClient(Transport):
             # The controller may wait for the profile, longer than for other answers.
             read_timeout_s=_PLANNED_WITHIN_S,
         )
-        return PlanView.model_validate_json(response.content)
+        return parsed(response, PlanView)
 
     def plans(self, *, limit: int = 50, **filters: str) -> PlanList:
         """Plans, newest first; ``filters`` are ``state``, ``owner`` and ``cursor``."""
@@ -129,7 +130,7 @@ class RestClient(Transport):
             params={"dry_run": "true"} if dry_run else {},
             headers={"Idempotency-Key": idempotency_key or secrets.token_hex(16)},
         )
-        return JobView.model_validate_json(response.content)
+        return parsed(response, JobView)
 
     def patch(self, job_id: str, patch: JobPatch) -> JobView:
         """Change a job as it is now; refused (412) if somebody else changes it meanwhile."""
@@ -142,7 +143,7 @@ class RestClient(Transport):
             # Where something on the way drops it, the controller refuses the change.
             headers={"If-Match": seen.headers.get("ETag", '""')},
         )
-        return JobView.model_validate_json(response.content)
+        return parsed(response, JobView)
 
     def delete(self, job_id: str, *, purge_checkpoints: bool = False) -> bool:
         """Delete a finished job; False while its checkpoints are still being removed."""
@@ -215,7 +216,7 @@ class RestClient(Transport):
         response = self.request(
             "POST", f"/v1/jobs/{job_id}/traces", json=wanted.model_dump(mode="json")
         )
-        return TraceView.model_validate_json(response.content)
+        return parsed(response, TraceView)
 
     def trace(self, job_id: str, trace_id: str) -> TraceView:
         """One trace."""
@@ -292,7 +293,7 @@ class RestClient(Transport):
         """Have a node's gangs checkpoint and move, and place no more there."""
         body = how.model_dump(mode="json")
         response = self.request("POST", f"/v1/nodes/{node_id}/drain", json=body)
-        return NodeView.model_validate_json(response.content)
+        return parsed(response, NodeView)
 
     def forget(self, node_id: str) -> None:
         """Delete the record of a lost node."""
@@ -301,7 +302,7 @@ class RestClient(Transport):
     def undrain(self, node_id: str) -> NodeView:
         """Have gangs placed on the node again."""
         response = self.request("POST", f"/v1/nodes/{node_id}/undrain")
-        return NodeView.model_validate_json(response.content)
+        return parsed(response, NodeView)
 
     def version(self) -> Version:
         """Which build answers."""
@@ -314,7 +315,7 @@ class RestClient(Transport):
     def readiness(self) -> Health:
         """Whether the controller and its Redis can serve, and if not, what is wrong."""
         response = self.send("GET", "/readyz", patience_s=0)
-        return Health.model_validate_json(response.content)
+        return parsed(response, Health)
 
     def cancel(self, job_id: str, stop: StopRequest) -> JobView:
         """Stop the job for good, after a checkpoint as asked."""
@@ -339,7 +340,7 @@ class RestClient(Transport):
     def create_token(self, wanted: TokenRequest) -> TokenCreated:
         """Make a token; the answer is the only place where its secret stands."""
         response = self.request("POST", "/v1/tokens", json=wanted.model_dump(mode="json"))
-        return TokenCreated.model_validate_json(response.content)
+        return parsed(response, TokenCreated)
 
     def tokens(self) -> TokenList:
         """All tokens."""
@@ -352,7 +353,7 @@ class RestClient(Transport):
     def create_webhook(self, wanted: WebhookRequest) -> WebhookCreated:
         """Have events sent to a URL; the answer is the only place where its secret stands."""
         response = self.request("POST", "/v1/webhooks", json=wanted.model_dump(mode="json"))
-        return WebhookCreated.model_validate_json(response.content)
+        return parsed(response, WebhookCreated)
 
     def webhooks(self) -> WebhookList:
         """One's own webhooks; for an operator all."""
@@ -371,7 +372,7 @@ class RestClient(Transport):
         cursor: dict[str, str] = {}
         while True:
             response = self.request("GET", f"/v1/jobs/{job_id}/logs", params={**filters, **cursor})
-            page = LogPage.model_validate_json(response.content)
+            page = parsed(response, LogPage)
             for line in page.items:
                 yield line
             if page.next_cursor is None or not page.items:
@@ -409,8 +410,8 @@ class RestClient(Transport):
     def _act(self, job_id: str, verb: str, body: BaseModel | None) -> JobView:
         content = None if body is None else body.model_dump(mode="json", exclude_none=True)
         response = self.request("POST", f"/v1/jobs/{job_id}/{verb}", json=content)
-        return JobView.model_validate_json(response.content)
+        return parsed(response, JobView)
 
     def _keep(self, method: str, checkpoint_id: str, verb: str) -> CheckpointView:
         response = self.request(method, f"/v1/checkpoints/{checkpoint_id}{verb}")
-        return CheckpointView.model_validate_json(response.content)
+        return parsed(response, CheckpointView)

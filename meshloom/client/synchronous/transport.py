@@ -1,8 +1,9 @@
 """Requests to one controller: retries, errors, ETags and streams."""
 
+import time
 from collections.abc import Iterator, Mapping
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, Final, Self
 
 import httpx
 from httpx_sse import ServerSentEvent, connect_sse
@@ -22,6 +23,10 @@ from meshloom.client.answers import (
 from meshloom.client.downloads import PartialFile
 from meshloom.client.errors import RefusedError, UnreachableError, refusal, unreachable
 from services.contract.words.problems import Problem
+
+_FIRST_PAUSE_S: Final = 0.1
+_LONGEST_PAUSE_S: Final = 2.0
+_STORE_IS_AWAY: Final = "store_unavailable"
 
 
 class Transport:
@@ -144,7 +149,7 @@ class Transport:
     ) -> Iterator[View]:
         """What a stream of events tells, until it ends.
 
-        A broken stream goes on behind the last entry, once the controller is back.
+        A broken stream goes on behind the last entry, once the controller and its store are back.
 
         Args:
             path: The stream's.
@@ -152,19 +157,26 @@ class Transport:
             params: Filters.
             last_id: Begin behind this entry.
         """
+        poll_s = _FIRST_PAUSE_S
         while True:
             try:
                 for event in self._events(path, last_id, params):
                     last_id = event.id or last_id
                     if event.event == "end":
                         return
-                    if event.event == "refused":
-                        raise RefusedError(Problem.model_validate_json(event.data))
                     if event.data:
+                        poll_s = _FIRST_PAUSE_S
                         yield view.model_validate_json(event.data)
             except httpx.TransportError:
                 # It waits, with back-off, until the controller is back.
                 self.request("GET", "/version")
+            except RefusedError as error:
+                if error.problem.code != _STORE_IS_AWAY:
+                    raise
+                self.request("GET", "/readyz")
+            # A proxy may end every stream at once.
+            time.sleep(poll_s)  # noqa: TID251 a poll over REST has nothing else to wait on
+            poll_s = min(poll_s * 2, _LONGEST_PAUSE_S)
 
     def _events(
         self, path: str, last_id: str | None, params: Mapping[str, str | int | list[str]]
@@ -187,6 +199,8 @@ class Transport:
                     "which is no stream of events; set MESHLOOM_URL to a controller's address"
                 )
             for event in source.iter_sse():
+                if event.event == "refused":
+                    raise RefusedError(Problem.model_validate_json(event.data))
                 yield event
 
     def _long_timeout(self, read_s: float) -> httpx.Timeout:
