@@ -310,6 +310,7 @@ def test_a_refused_address_is_a_fault_of_the_url(controller: Controller) -> None
     [
         "http://example.org/hook",
         "https://user:word@example.org/hook",
+        "https://example.org:0/",
         "https://127.0.0.1/",
         "https://10.0.0.8/",
         "https://[::1]/",

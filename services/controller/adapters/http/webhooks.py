@@ -99,6 +99,10 @@ class HttpWebhooks:
             raise AddressRefusedError("a webhook's URL begins with https:// and names a host")
         if parts.username is not None or parts.password is not None:
             raise AddressRefusedError("a webhook's URL has no user name; what is sent is signed")
+        if parts.port == 0:  # it would be the scheme's own
+            raise AddressRefusedError(
+                "a webhook's URL has no port 0; leave it out, or name another"
+            )
         if host in self._trusted:
             return
         if parts.scheme != "https":
