@@ -141,19 +141,23 @@ def read_overrides(texts: Iterable[str]) -> dict[str, Any]:
     patch: dict[str, Any] = {}
     for text in texts:
         path, equals, value = text.partition("=")
+        named = f"--set {shortened(path, _SHOWN_CHARACTERS)}"
         if not (equals and all(path.split("."))):
-            raise CliError(f"--set is FIELD=VALUE, such as train.steps=500, not {text!r}")
-        loaded = _loaded(value, f"--set {path}")
+            shown = repr(shortened(text, _SHOWN_CHARACTERS))
+            raise CliError(f"--set is FIELD=VALUE, such as train.steps=500, not {shown}")
+        loaded = _loaded(value, named)
         if next(_beyond_json(loaded, ""), None) is not None:
-            raise CliError(f"--set {path}: {value!r} holds what JSON cannot carry; quote it")
+            shown = repr(shortened(value, _SHOWN_CHARACTERS))
+            raise CliError(f"{named}: {shown} holds what JSON cannot carry; quote it")
         *folders, last = path.split(".")
         if len(folders) >= MAX_DEPTH:
-            raise CliError(f"--set {path} is nested deeper than {MAX_DEPTH} levels")
+            raise CliError(f"{named} is nested deeper than {MAX_DEPTH} levels")
         here = patch
         for name in folders:
             inner = here.setdefault(name, {})
             if not isinstance(inner, dict):
-                raise CliError(f"--set {path}: {name} was set as a whole before")
+                shown = shortened(name, _SHOWN_CHARACTERS)
+                raise CliError(f"{named}: {shown} was set as a whole before")
             here = inner
         here[last] = loaded
     return patch
