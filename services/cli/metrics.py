@@ -19,6 +19,7 @@ from services.contract.api.views import MetricsPart, MetricsView, StepView
 CSV_POINTS: Final = 10_000
 SHOWN_POINTS: Final = 20
 _TIME: Final = "time_ms"
+_FORMULAS: Final = ("=", "+", "-", "@", "\t", "\r")
 _KEYS: Final = ("step", "fence", "of", _TIME)
 _FIGURES: Final = tuple(name for name in StepView.model_fields if name not in _KEYS)
 MetricRow = Mapping[str, int | float | None]
@@ -116,7 +117,12 @@ def _overview(
 def _write_csv(rows: Iterable[MetricRow], columns: Sequence[str]) -> None:
     """To standard output: step and attempt, then a column a metric; empty where nothing is known."""
     writer = csv.writer(sys.stdout, lineterminator="\n")
-    writer.writerow(["step", "attempt", *columns])
+    writer.writerow(["step", "attempt", *map(_no_formula, columns)])
     for row in rows:
         values = (row.get(name) for name in columns)
         writer.writerow([row["step"], row["fence"], *("" if v is None else v for v in values)])
+
+
+def _no_formula(name: str) -> str:
+    """A metric's name, which a rank chose, such that no spreadsheet runs it."""
+    return f"'{name}" if name.startswith(_FORMULAS) else name

@@ -247,7 +247,9 @@ def _metrics_are_shown(agent: AgentDouble, gang: LaunchGang, typed: Callable[...
     agent.trains(gang, [1, 2])
     told = GangProgressed(job_id=job_id, fence=1, node_id=agent.node_id, step=1)
     agent.tell(told.model_copy(update={"throughput_unit": "samples", "loss_unit": ""}))
-    record = MetricRecord(step=2, fence=1, values={"hits": 0.75, "[red]x": None}, left_out=3)
+    record = MetricRecord(
+        step=2, fence=1, values={"hits": 0.75, "[red]x": None, "=1+1": 2}, left_out=3
+    )
     agent.tells_metrics(gang, record, record.model_copy(update={"step": 3}))
     until(lambda: "samples/s" in typed("status", job_id), every_s=0.1)
     table = typed("status", job_id)
@@ -262,5 +264,5 @@ def _metrics_are_shown(agent: AgentDouble, gang: LaunchGang, typed: Callable[...
     assert re.search(r"^1 +- +5 *$", typed(*both), re.MULTILINE)
     assert typed(*both, "--csv") == ("step,attempt,hits,loss\n1,1,,5.0\n2,1,0.75,2.5\n3,1,0.75,\n")
     header, *rows = typed("metrics", job_id, "--csv").splitlines()
-    assert header.endswith(",[red]x,hits")
+    assert header.endswith(",'=1+1,[red]x,hits")  # a spreadsheet runs no formula
     assert len(rows) == 3
