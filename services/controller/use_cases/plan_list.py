@@ -4,13 +4,14 @@ from dataclasses import dataclass
 from typing import Final
 
 from services.contract.api.plan_views import PlanList, PlanSummary, PlanView
+from services.contract.system.long_work import in_turns
 from services.contract.words.states import PlanState
 from services.controller.domain.errors import NotFoundError, RecordUnreadableError
 from services.controller.domain.plans.plan import Plan
 from services.controller.ports.coordination import Ports
 from services.controller.ports.jobs import Place
 from services.controller.use_cases import cursors
-from services.controller.use_cases.plans import Drawing, get_plan, plan_view
+from services.controller.use_cases.plans import Drawing, look, plan_view
 
 _CHUNK: Final = 50
 
@@ -22,10 +23,14 @@ class PlanFilter:
     states: frozenset[PlanState] = frozenset()
     owner: str | None = None
 
-    def matches(self, plan: PlanView) -> bool:
-        """Whether the plan is among them."""
+    def matches(self, plan: Plan) -> bool:
+        """Whether the plan is among them, by its owner and its present state."""
         if self.states and plan.state not in self.states:
             return False
+        return self.is_of(plan)
+
+    def is_of(self, plan: Plan) -> bool:
+        """Whether its owner is the one that is asked for."""
         return self.owner is None or plan.owner == self.owner
 
 
@@ -45,28 +50,29 @@ async def list_plans(
     found: list[PlanSummary] = []
     while True:
         chunk = await ports.plans.page(place, _CHUNK)
-        for plan in chunk:
-            view = await _present(ports, plan, drawing)
-            if view is None or not wanted.matches(view):
+        # Others have their turn between two: specs of 64 KiB are shown and judged, too.
+        async for record in in_turns(filter(wanted.is_of, chunk)):
+            plan = await _present(ports, record, drawing)
+            if plan is None or not wanted.matches(plan):
                 continue
             if len(found) == limit and last is not None:
                 return PlanList(items=tuple(found), next_cursor=cursors.from_place(last))
-            found.append(_summary(view))
+            found.append(_summary(plan_view(plan)))
             last = Place(plan.created_ms, plan.id)
         if len(chunk) < _CHUNK:
             return PlanList(items=tuple(found))
         place = Place(chunk[-1].created_ms, chunk[-1].id)
 
 
-async def _present(ports: Ports, plan: Plan, drawing: Drawing) -> PlanView | None:
+async def _present(ports: Ports, plan: Plan, drawing: Drawing) -> Plan | None:
     if plan.state is not PlanState.PROBING:
-        return plan_view(plan)
+        return plan
     try:
-        return await get_plan(ports, plan.id, drawing)
+        return await look(ports, plan, drawing)
     except NotFoundError:  # it was forgotten meanwhile
         return None
     except RecordUnreadableError:  # one answer that makes no sense must not hide all other plans
-        return plan_view(plan)
+        return plan
 
 
 def _summary(plan: PlanView) -> PlanSummary:

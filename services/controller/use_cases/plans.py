@@ -169,7 +169,7 @@ async def look_at_plan(ports: Ports, plan_id: str, drawing: Drawing) -> Plan:
         NotFoundError: There is none, or none any more.
         RecordUnreadableError: Its record, or what was answered to it, makes no sense here.
     """
-    return await _look(ports, await ports.plans.load(plan_id), drawing)
+    return await look(ports, await ports.plans.load(plan_id), drawing)
 
 
 class Submittable(NamedTuple):
@@ -275,14 +275,19 @@ async def _patiently(ports: Ports, plan: Plan, drawing: Drawing) -> Plan:
     ends = clock() + drawing.wait_s
     await ports.plans.wait(plan.probe_id, drawing.wait_s)
     while True:
-        plan = await _look(ports, plan, drawing)
+        plan = await look(ports, plan, drawing)
         if plan.state is not PlanState.PROBING or clock() >= ends:
             return plan
         await asyncio.sleep(_LOOK_EVERY_S)
 
 
-async def _look(ports: Ports, plan: Plan, drawing: Drawing) -> Plan:
-    """The plan after all that is known by now."""
+async def look(ports: Ports, plan: Plan, drawing: Drawing) -> Plan:
+    """The plan after all that is known by now, concluded if that is due.
+
+    Raises:
+        NotFoundError: There is none any more.
+        RecordUnreadableError: What was answered to it makes no sense here.
+    """
     if plan.state is not PlanState.PROBING:
         return plan
     answer = await drawing.answer(ports, plan.probe_id)

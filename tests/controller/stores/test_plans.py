@@ -7,13 +7,17 @@ from redis import Redis
 
 from services.contract.messages.probing import ModelProbed, ProbeFailure
 from services.contract.redis import redis_keys as keys
+from services.contract.system import long_work
 from services.contract.words.states import PlanState
 from services.controller.adapters.redis import redis_ports
+from services.controller.adapters.redis.connection import Unreadable
 from services.controller.domain.errors import DeposedError, NotFoundError
 from services.controller.domain.plans.pace import PACES_KEPT, Pace
 from services.controller.domain.plans.plan import Plan, fail
 from services.controller.domain.scheduling.node import Measurement
 from services.controller.ports.jobs import Place
+from services.controller.use_cases.plan_list import PlanFilter, list_plans
+from services.controller.use_cases.plans import Drawing
 from tests.controller.histories import NODE
 from tests.controller.profiles import answer_to
 from tests.controller.stores.worlds import ASK, ASK_ID, MEASURE, QUESTION, World, plan
@@ -167,3 +171,38 @@ async def test_a_failure_is_forgotten_sooner_than_a_profile(redis_url: str) -> N
             for answer, life_s in ((failed, 60), (answer_to(QUESTION), 86_400)):
                 await ports.plans.keep_answer(answer, epoch)
                 assert life_s - 10 < redis.ttl(keys.probe(ASK_ID)) <= life_s
+
+
+async def test_plans_are_read_and_listed_one_by_one_with_turns_of_others_in_between(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for number in range(5):
+        await world.ports.plans.keep(plan(number), ASK, None)
+        await world.ports.plans.conclude(fail(plan(number), "crashed", "it crashed"))
+    monkeypatch.setattr(long_work, "_TURN_S", 0.0)  # as if each took that long
+    rounds, read, shown = 0, list[int](), list[int]()
+    forget, has_state = Unreadable.forget, PlanFilter.matches
+
+    def forgets(self: Unreadable, name: str) -> None:
+        if name.endswith(" doc"):  # a record was read
+            read.append(rounds)
+        forget(self, name)
+
+    def matches(self: PlanFilter, known: Plan) -> bool:
+        shown.append(rounds)
+        return has_state(self, known)
+
+    monkeypatch.setattr(Unreadable, "forget", forgets)
+    monkeypatch.setattr(PlanFilter, "matches", matches)
+
+    async def go_round() -> None:
+        nonlocal rounds
+        while len(shown) < 5:
+            rounds += 1
+            await asyncio.sleep(0)
+
+    going = asyncio.create_task(go_round())
+    assert len((await list_plans(world.ports, PlanFilter(), None, 9, Drawing())).items) == 5
+    await going
+    assert len(set(shown)) == 5
+    assert len(set(read)) == len(read)

@@ -13,6 +13,7 @@ from services.contract.messages.commands import COMMAND
 from services.contract.messages.probing import MeasureNode, ModelProbed
 from services.contract.redis import redis_keys as keys
 from services.contract.system.cancellation import end_if_told
+from services.contract.system.long_work import in_turns
 from services.contract.words.states import PlanState
 from services.controller.adapters.redis.connection import (
     RedisClients,
@@ -175,7 +176,8 @@ class RedisPlans:
         if not plan_ids:
             return []
         found: list[Plan] = []
-        for plan_id, text in zip(plan_ids, await self._docs(plan_ids), strict=True):
+        texts = await self._docs(plan_ids)
+        async for plan_id, text in in_turns(zip(plan_ids, texts, strict=True)):
             if text is not None:  # forgotten; its place in the list goes with the next plan
                 with contextlib.suppress(RecordUnreadableError):
                     found.append(self._plan(plan_id, text))

@@ -9,7 +9,7 @@ from services.contract.api.plan_views import PlanList, PlanView
 from services.contract.jobs.specs import JobSpec
 from services.contract.words.states import PlanState
 from services.controller.api.conditional import answer, next_link
-from services.controller.api.context import WithActor, WithContext
+from services.controller.api.context import WithActor, WithContext, WithPrincipal
 from services.controller.api.routes.jobs import refuse_unspeakable
 from services.controller.api.scopes import READS, SUBMITS
 from services.controller.use_cases import plans as use_cases
@@ -54,9 +54,10 @@ async def make_plan(
 
 
 @router.get("", response_model=PlanList, dependencies=[READS])
-async def get_plans(
+async def get_plans(  # noqa: PLR0913 one parameter a filter
     request: Request,
     context: WithContext,
+    asks: WithPrincipal,
     *,
     state: Annotated[list[PlanState] | None, Query(description="any of these")] = None,
     owner: Annotated[str | None, Query(max_length=200, description="whose, exactly")] = None,
@@ -65,7 +66,8 @@ async def get_plans(
 ) -> Response:
     """Plans of the last seven days, newest first."""
     wanted = PlanFilter(frozenset(state or ()), owner)
-    page = await list_plans(context.ports, wanted, cursor, limit, context.drawing)
+    async with context.turns.of(asks.subject):
+        page = await list_plans(context.ports, wanted, cursor, limit, context.drawing)
     return answer(request, page, headers=next_link(request, page.next_cursor))
 
 
