@@ -31,7 +31,7 @@ class Context:
     epoch of this controller's term, None while it does not lead. ``streams`` are those that may be
     open at a time. ``entry_points`` are those that jobs may name. ``drawing``: how plans are made.
     ``trouble``: why Redis does not do what leading takes, None while it does.
-    ``turns``: one request at a time reads all steps of a job. ``uploads``: how code is taken. ``most_priority``: the highest that submitters may give a job. ``exports``: where exports are read; None: nowhere. ``webhooks``: checks where they lead; None: there are none. ``tracing``: None: no traces. ``silent_pools``: why pools do not answer, as far as this process asks them.
+    ``turns``: one request at a time reads all steps of a job, and one (``plan_turns``) lists plans. ``uploads``: how code is taken. ``most_priority``: the highest that submitters may give a job. ``exports``: where exports are read; None: nowhere. ``webhooks``: checks where they lead; None: there are none. ``tracing``: None: no traces. ``silent_pools``: why pools do not answer, as far as this process asks them.
     """
 
     ports: Ports
@@ -50,6 +50,8 @@ class Context:
     silent_pools: Mapping[str, str] = field(default_factory=dict)
     # Two hundred thousand steps are as many objects: of several at once the memory would not suffice.
     turns: Turns = field(default_factory=Turns)
+    # A thousand plans of each owner may be read whole, and lists of jobs must not wait for that.
+    plan_turns: Turns = field(default_factory=Turns)
 
 
 # Asynchronous although they wait for nothing: else each request would wait for a thread, once for each of them.

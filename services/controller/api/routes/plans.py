@@ -66,7 +66,7 @@ async def get_plans(  # noqa: PLR0913 one parameter a filter
 ) -> Response:
     """Plans of the last seven days, newest first."""
     wanted = PlanFilter(frozenset(state or ()), owner)
-    async with context.turns.of(asks.subject):
+    async with context.plan_turns.of(asks.subject):
         page = await list_plans(context.ports, wanted, cursor, limit, context.drawing)
     return answer(request, page, headers=next_link(request, page.next_cursor))
 
