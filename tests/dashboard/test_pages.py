@@ -1,6 +1,7 @@
 """The pages beside those of a job: each against a real controller on a real Redis."""
 
 import csv
+import itertools
 import json
 import re
 from collections.abc import Callable
@@ -282,6 +283,32 @@ def test_a_spec_is_completed_checked_and_submitted(scene: Scene, visit: Open) ->
     made = client.job(page.url.rsplit("/", maxsplit=1)[1])
     assert made.spec == client.job(scene.waiting.id).spec
     client.kill(made.id)
+
+
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        ("name: *nothing", "line 1 Unresolved alias"),
+        (
+            "a: &a [x, x, x]\n"
+            + "".join(
+                f"{name}: &{name} [{', '.join([f'*{before}'] * 9)}]\n"
+                for before, name in itertools.pairwise("abcdef")
+            ),
+            "line 1 Excessive alias count",
+        ),
+    ],
+    ids=["no anchor", "many aliases"],
+)
+def test_whatever_is_typed_as_a_spec_is_an_error_at_most(visit: Open, text: str, told: str) -> None:
+    tab = visit()
+    page = tab.open("#/submit")
+    editor = page.get_by_label("Job spec as YAML")
+    _write(page, editor, text)
+    expect(page.get_by_label("Errors in the spec")).to_contain_text(told)
+    _write(page, editor, "train: {stebs: 5}")
+    expect(page.get_by_label("Errors in the spec")).to_contain_text("did you mean steps?")
+    assert tab.complaints == []
 
 
 def test_a_plan_is_submitted_as_it_is(scene: Scene, plan: PlanView, visit: Open) -> None:

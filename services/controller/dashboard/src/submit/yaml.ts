@@ -16,10 +16,19 @@ export interface Parsed {
   document: Document.Parsed<ParsedNode>;
 }
 
+// Each bracket that nothing closes is one.
+const MOST_MISTAKES = 100;
+
 export function parse(text: string): Parsed {
-  const document = parseDocument(text, { prettyErrors: false });
-  const mistakes = document.errors.map(({ pos, message }) => ({ from: pos[0], to: pos[1], message }));
-  return { document, mistakes, spec: mistakes.length > 0 ? null : document.toJS() };
+  try {
+    const document = parseDocument(text, { prettyErrors: false });
+    const mistakes = document.errors.slice(0, MOST_MISTAKES).map(({ pos, message }) => ({ from: pos[0], to: pos[1], message }));
+    return { document, mistakes, spec: mistakes.length > 0 ? null : document.toJS() };
+  } catch (error) {
+    // Of an alias that stands for nothing, for itself or for too much, and of thousands of brackets: no page may end by what is typed.
+    const message = error instanceof Error ? error.message : String(error);
+    return { document: parseDocument(""), mistakes: [{ from: 0, to: text.length, message }], spec: null };
+  }
 }
 
 /** A fault at its place in the text. */
