@@ -7,7 +7,7 @@ import typer
 from tenacity import Retrying, retry_if_result, wait_fixed
 
 from meshloom.client import RestClient as Client
-from services.cli.connect import WATCHING_PATIENCE_S, connect
+from services.cli.connect import PATIENCE_S, WATCHING_PATIENCE_S, connect
 from services.cli.output import answers, as_data
 from services.cli.plan_tables import plan_parts, plans_table
 from services.cli.references import plan_id_of
@@ -43,6 +43,7 @@ def plan(
     """
     source = read_text(file)
     with connect(WATCHING_PATIENCE_S) as client, judged(source):
+        client.send("GET", "/version", patience_s=PATIENCE_S)  # nobody there is told at once
         made = planned(client, with_code(client, dict(source.spec), code), fresh=fresh)
     show(made)
     leave_unless_feasible(made)

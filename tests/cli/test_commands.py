@@ -3,12 +3,14 @@
 import inspect
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner
 
 from services.cli import output
 from services.cli.app import COMMANDS, app
+from services.cli.errors import UnreachableError
 from services.contract.api.views import StopRequest
 from services.local.settings import child_environment
 from tests.cli.tree import leaves
@@ -152,3 +154,13 @@ def test_yaml_is_as_json_and_has_nothing_that_a_terminal_obeys(
     said = capsys.readouterr().out
     assert said == 'z: "\\e[31m\\u202E"\na:\n- no\n- 1\n- null\n- 0.001\n'.replace("- no", "- no")
     assert not output.as_data({})
+
+
+@pytest.mark.timeout(60)  # half of the time for which a plan that is being made is waited for
+def test_a_plan_is_not_waited_for_where_no_controller_answers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "job.yaml").write_text("train: {steps: 1}")
+    monkeypatch.setenv("MESHLOOM_URL", f"http://127.0.0.1:{free_port()}")
+    ended = CliRunner().invoke(app, ["plan", str(tmp_path / "job.yaml")])
+    assert isinstance(ended.exception, UnreachableError)
