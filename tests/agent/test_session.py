@@ -24,7 +24,7 @@ from services.worker.agent.streams.redis_clients import ANSWER_WITHIN_S, Connect
 from services.worker.agent.supervisor import Supervisor
 from services.worker.agent.telemetry.beat import Beat, BeatAnswer
 from services.worker.agent.telemetry.gang_telemetry import Records
-from services.worker.agent.telemetry.names import TelemetryNames
+from services.worker.agent.telemetry.names import LearnedNames
 from tests.agent.conftest import JOB, NODE
 from tests.chaos.proxy import ChaosProxy, Mode
 
@@ -83,7 +83,7 @@ def test_a_third_beat_is_sent_well_before_the_lease_ends_if_two_get_no_answer(
 
     async def beat() -> None:
         supervisor = SimpleNamespace(
-            telemetry_names=TelemetryNames(),
+            telemetry_names=LearnedNames(),
             urgent=asyncio.Event(),
             is_idle=is_idle,
             take_records=list,
@@ -126,7 +126,7 @@ class FakeSupervisor:
 
     def __init__(self, *gangs: tuple[str, int]) -> None:
         self.urgent = asyncio.Event()
-        self.telemetry_names = TelemetryNames()
+        self.telemetry_names = LearnedNames()
         self.left = TAKEN
         self.gangs = gangs
         self.ended: list[tuple[str, int]] = []

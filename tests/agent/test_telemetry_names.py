@@ -13,7 +13,7 @@ from services.contract.redis import redis_keys as keys
 from services.controller.adapters.redis import redis_ports
 from services.controller.adapters.redis.telemetry_names import TelemetryNames
 from services.worker.agent.storage.record_files import STEPS, read_entries
-from services.worker.agent.telemetry.names import TelemetryNames as NamesOfAgent
+from services.worker.agent.telemetry.names import LearnedNames
 from tests.agent.conftest import (
     JOB,
     NODE,
@@ -128,7 +128,7 @@ def test_each_job_and_each_purpose_has_a_name_of_its_own() -> None:
 
 
 def test_an_agent_knows_the_names_of_the_jobs_that_it_launched_or_wrote_last() -> None:
-    names = NamesOfAgent()
+    names = LearnedNames()
     for number in range(10_001):
         names.learn(f"job-{number}", f"name-{number}")
         assert names.of("job-0") == "name-0", "a job that trains on while many others come and go"

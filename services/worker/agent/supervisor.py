@@ -64,7 +64,7 @@ from services.worker.agent.ranks.launch import Launcher, LaunchError
 from services.worker.agent.storage.job_storage import Storage
 from services.worker.agent.storage.loading import Loading, Loadings
 from services.worker.agent.telemetry.gang_telemetry import Records
-from services.worker.agent.telemetry.names import TelemetryNames
+from services.worker.agent.telemetry.names import LearnedNames
 
 TICK_S: Final = 0.1
 _HOME_DISK: Final = "the disk of the agent's own files"
@@ -99,7 +99,7 @@ class Supervisor:
         tell: Callable[[Fact], None],
     ) -> None:
         self.urgent = asyncio.Event()
-        self.telemetry_names = TelemetryNames()
+        self.telemetry_names = LearnedNames()
         self._node_id = node_id
         self._folder = folder
         self._storage = storage

@@ -16,7 +16,7 @@ from redis.asyncio import Redis
 from services.contract.messages.telemetry import RankSample
 from services.contract.redis import redis_keys
 from services.worker.agent.telemetry.gang_telemetry import Records
-from services.worker.agent.telemetry.names import TelemetryNames
+from services.worker.agent.telemetry.names import LearnedNames
 
 GangKey = tuple[str, int]
 
@@ -141,9 +141,9 @@ class Beat:
         telemetry: Redis,
         node_id: str,
         incarnation: str,
-        names: TelemetryNames | None = None,
+        names: LearnedNames | None = None,
     ) -> None:
-        self._names = names or TelemetryNames()
+        self._names = names or LearnedNames()
         self._node_id = node_id
         self._incarnation = incarnation
         self._renew = redis.register_script(_RENEW)

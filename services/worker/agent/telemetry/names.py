@@ -5,7 +5,7 @@ from typing import Final
 _MOST: Final = 10_000
 
 
-class TelemetryNames:
+class LearnedNames:
     """Names of the jobs that were launched here; of any other the job's id, as controllers without a secret have it."""
 
     def __init__(self) -> None:
