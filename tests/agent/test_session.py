@@ -22,9 +22,8 @@ from services.worker.agent.session import Life, Session
 from services.worker.agent.storage.journal import Journal
 from services.worker.agent.streams.redis_clients import ANSWER_WITHIN_S, Connections, writing_client
 from services.worker.agent.supervisor import Supervisor
-from services.worker.agent.telemetry.beat import Beat, BeatAnswer
+from services.worker.agent.telemetry.beat import Beat, BeatAnswer, LearnedNames
 from services.worker.agent.telemetry.gang_telemetry import Records
-from services.worker.agent.telemetry.names import LearnedNames
 from tests.agent.conftest import JOB, NODE
 from tests.chaos.proxy import ChaosProxy, Mode
 

@@ -13,7 +13,7 @@ from services.contract.redis import redis_keys as keys
 from services.controller.adapters.redis import redis_ports
 from services.controller.adapters.redis.telemetry_names import TelemetryNames
 from services.worker.agent.storage.record_files import STEPS, read_entries
-from services.worker.agent.telemetry.names import LearnedNames
+from services.worker.agent.telemetry.beat import LearnedNames
 from tests.agent.conftest import (
     JOB,
     NODE,

@@ -383,9 +383,8 @@ class Bucket:
             raise StorageAwayError(f"{self.address} does not answer: {error}") from error
         except OSError:
             raise
-        except (
-            Exception
-        ) as error:  # the client checks little of what a proxy may answer in its place
+        # The client checks little of what a proxy may answer in its place.
+        except Exception as error:
             raise StorageAwayError(
                 f"{self.address} answers what no object store does: {type(error).__name__}: {error}"
             ) from error

@@ -63,14 +63,13 @@ from services.worker.agent.node_commands import NodeCommands, Question
 from services.worker.agent.ranks.launch import Launcher, LaunchError
 from services.worker.agent.storage.job_storage import Storage
 from services.worker.agent.storage.loading import Loading, Loadings
+from services.worker.agent.telemetry.beat import GangKey, LearnedNames
 from services.worker.agent.telemetry.gang_telemetry import Records
-from services.worker.agent.telemetry.names import LearnedNames
 
 TICK_S: Final = 0.1
 _HOME_DISK: Final = "the disk of the agent's own files"
 _BOARDS: Final = "the shared memory, which has the boards,"
 _log = structlog.get_logger()
-GangKey = tuple[str, int]
 
 
 class Supervisor:

@@ -104,9 +104,8 @@ class BucketFiles:
             there = self._bucket.names(self._name(folder))
             for path in self._here(folder):
                 if path.name not in there:
-                    self._bring(
-                        path
-                    )  # some stores list late what they have: the object itself decides
+                    # Some stores list late what they have: the object itself decides.
+                    self._bring(path)
             for name, (_, etag) in there.items():
                 here = _version(folder / name, etag)
                 if here is None or here != self._versions.get(folder / name):

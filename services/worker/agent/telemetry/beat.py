@@ -16,7 +16,6 @@ from redis.asyncio import Redis
 from services.contract.messages.telemetry import RankSample
 from services.contract.redis import redis_keys
 from services.worker.agent.telemetry.gang_telemetry import Records
-from services.worker.agent.telemetry.names import LearnedNames
 
 GangKey = tuple[str, int]
 
@@ -102,6 +101,7 @@ for key = 1, #KEYS do
 end
 return ids
 """
+_MOST_NAMES: Final = 10_000
 _IDS: Final = TypeAdapter(dict[str, str])
 _RELEASE: Final = """
 return redis.call('GET', KEYS[1]) == ARGV[1] and redis.call('DEL', KEYS[1]) or 0
@@ -122,6 +122,31 @@ class BeatAnswer:
     fenced: tuple[GangKey, ...] = ()
     unknown: tuple[GangKey, ...] = ()
     now_ms: str = ""
+
+
+class LearnedNames:
+    """Under which name telemetry of each job is in Redis, as its controller gave it with the launch.
+
+    Of any other job it is the job's id, as without a secret.
+    """
+
+    def __init__(self) -> None:
+        self._by_job: dict[str, str] = {}
+
+    def learn(self, job_id: str, name: str) -> None:
+        """Take the name of a job that is launched. Known are those of the 10 000 jobs that were launched or written last."""
+        self._by_job.pop(job_id, None)
+        self._by_job[job_id] = name
+        if len(self._by_job) > _MOST_NAMES:
+            del self._by_job[next(iter(self._by_job))]
+
+    def of(self, job_id: str) -> str:
+        """The name of a job."""
+        name = self._by_job.pop(job_id, None)
+        if name is None:
+            return job_id
+        self._by_job[job_id] = name
+        return name
 
 
 class Beat:
