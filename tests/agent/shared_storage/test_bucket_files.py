@@ -1,19 +1,16 @@
-"""The storage keeps its promises in a folder and in a bucket: the same cases on both.
+"""What agents have of a bucket: copies that they bring, uploads that they repeat, answers that are lost or wrong.
 
-The bucket's server is moto's, in a process of its own. Each node has a ``Storage`` of its own; in a bucket with
-a folder of copies that no other node sees.
+The bucket's server is moto's, in a process of its own.
 """
 
 import asyncio
-import hashlib
 import os
 import shutil
 import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -22,21 +19,14 @@ import pytest
 
 from services.contract.jobs.traces import trace_file
 from services.contract.messages.commands import (
-    CommitCheckpoint,
-    ExportCheckpoint,
-    KeepStanding,
     PurgeJob,
     RemoveTraces,
-    RetireCheckpoint,
-    VerifyCheckpoint,
 )
 from services.contract.messages.facts import (
     CheckpointCorrupt,
     CheckpointLinked,
     CheckpointLost,
     CheckpointUnread,
-    CheckpointVerified,
-    ExportFailed,
     Fact,
     TraceFailed,
     TraceRecorded,
@@ -45,197 +35,26 @@ from services.contract.messages.rank_pipe import RankVote
 from services.contract.messages.telemetry import StepRecord
 from services.contract.storage.bucket import Bucket
 from services.contract.storage.commit_chain import CommitChain
-from services.contract.storage.manifests import Manifest, ShardFile
 from services.contract.storage.storage_address import BucketAddress
 from services.contract.system.durable import StorageAwayError
 from services.contract.system.rank_user import RankUser
 from services.contract.words.ids import checkpoint_id, new_trace_id
-from services.contract.words.states import JobState
 from services.worker.agent.gangs.trace_files import TraceFiles
 from services.worker.agent.gangs.vote_check import VoteCheck
 from services.worker.agent.ranks.code_cache import CodeCache
 from services.worker.agent.ranks.launch import LaunchError
 from services.worker.agent.storage.bucket_files import BucketFiles
-from services.worker.agent.storage.exporter import Exporter
 from services.worker.agent.storage.job_storage import Storage, purge
 from services.worker.agent.storage.journal import Journal
 from services.worker.agent.storage.loading import Loading
 from services.worker.agent.storage.storage_watch import look, watch_storage
 from tests.agent.conftest import JOB, NODE, launch
+from tests.agent.shared_storage.places import CONTENT, NODES, PART, SHARD, Place, commit, verify
 from tests.parts import ROOT
-from tests.s3_server import BUCKET, Fault, S3Server, s3_server
+from tests.s3_server import BUCKET, Fault
 from tests.waiting import until
 
-CONTENT = b"what a rank has trained"
-SHARD = ShardFile(
-    rank=0, name="rank-0.bin", bytes=len(CONTENT), sha256=hashlib.sha256(CONTENT).hexdigest()
-)
-PART = 5 << 20
-NODES = ("node-1", "node-2")
-
-
-@dataclass
-class Place:
-    """One storage, seen from several nodes, and how a test looks at it or damages it.
-
-    ``server`` None: in a folder.
-    """
-
-    folder: Path
-    server: S3Server | None
-    prefix: str
-    most_copies: int = 1 << 30
-    storages: dict[str, Storage] = field(default_factory=dict)
-
-    def on(self, node: str) -> Storage:
-        """The storage as ``node`` uses it."""
-        if node not in self.storages:
-            files = self.folder
-            if self.server is not None:
-                bucket = Bucket(BucketAddress(BUCKET, self.prefix), PART)
-                copies = self.folder / "copies" / node
-                self.storages[node] = Storage(BucketFiles(bucket, copies, self.most_copies), node)
-            else:
-                self.storages[node] = Storage(files, node)
-        return self.storages[node]
-
-    def names(self, below: str = JOB) -> set[str]:
-        """All files that all nodes see, drafts not."""
-        if self.server is None:
-            found = {
-                path.relative_to(self.folder) for path in self.folder.rglob("*") if path.is_file()
-            }
-            names = {path.as_posix() for path in found}
-        else:
-            names = {key.removeprefix(f"{self.prefix}/") for key in self.server.keys(self.prefix)}
-        return {name.removeprefix(f"{below}/") for name in names if name.startswith(f"{below}/")}
-
-    def read(self, name: str) -> str:
-        """A file in the bucket."""
-        assert self.server is not None
-        key = f"{self.prefix}/{JOB}/{name}"
-        body = self.server.client().get_object(Bucket=BUCKET, Key=key)["Body"]
-        return str(body.read().decode())
-
-    def damage(self, name: str, content: bytes) -> None:
-        """Put something else in the place of a file that all nodes see."""
-        if self.server is None:
-            (self.folder / JOB / name).write_bytes(content)
-        else:
-            key = f"{self.prefix}/{JOB}/{name}"
-            self.server.client().put_object(Bucket=BUCKET, Key=key, Body=content)
-
-    def save(self, node: str, step: int, fence: int = 1, content: bytes = CONTENT) -> Manifest:
-        """What rank 0 writes on this node; its agent has all nodes see it, before it votes."""
-        name = checkpoint_id(JOB, step, fence)
-        storage = self.on(node)
-        path = CommitChain(storage.root, JOB).shard_folder(name) / SHARD.name
-        path.parent.mkdir(parents=True)
-        path.write_bytes(content)
-        storage.files.publish(path)
-        return Manifest(
-            job_id=JOB, checkpoint_id=name, fence=fence, step=step, world_size=1, shards=(SHARD,)
-        )
-
-    def committed(self, node: str) -> list[int]:
-        """The steps of the checkpoints that this node sees as committed."""
-        return [manifest.step for manifest in self.on(node).chain(JOB).committed()]
-
-
-@pytest.fixture(scope="module")
-def server() -> Iterator[S3Server]:
-    with s3_server() as server:
-        yield server
-
-
-@pytest.fixture(params=["folder", "bucket"])
-def place(
-    request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> Iterator[Place]:
-    if request.param == "folder":
-        yield Place(tmp_path / "storage", None, "")
-        return
-    yield from _in_bucket(request, tmp_path, monkeypatch)
-
-
-@pytest.fixture
-def bucket(
-    request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> Iterator[Place]:
-    yield from _in_bucket(request, tmp_path, monkeypatch)
-
-
-def _in_bucket(
-    request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> Iterator[Place]:
-    server = request.getfixturevalue("server")
-    for name, value in server.environment.items():
-        monkeypatch.setenv(name, value)
-    yield Place(tmp_path, server, tmp_path.name)
-    server.repair()
-
-
-def commit(manifest: Manifest) -> CommitCheckpoint:
-    return CommitCheckpoint(job_id=JOB, fence=manifest.fence, manifest=manifest)
-
-
-def verify(manifest: Manifest) -> VerifyCheckpoint:
-    return VerifyCheckpoint(job_id=JOB, fence=1, checkpoint_id=manifest.checkpoint_id)
-
-
-def test_what_one_node_commits_another_one_loads(place: Place) -> None:
-    place.on("node-1").open_attempt(launch(1))
-    manifest = place.save("node-1", 3)
-    assert isinstance(place.on("node-1").commit(commit(manifest)), CheckpointLinked)
-    resumed = launch(2).model_copy(update={"resume_from": manifest.checkpoint_id})
-    other = place.on("node-2")
-    other.open_attempt(resumed)
-    # As ranks read: the folder of their node, and nothing else.
-    chain = CommitChain(other.root, JOB)
-    assert chain.find(manifest.checkpoint_id) == manifest
-    assert (chain.shard_folder(manifest.checkpoint_id) / SHARD.name).read_bytes() == CONTENT
-
-
-def test_a_checkpoint_whose_shard_is_not_there_is_not_committed(place: Place) -> None:
-    place.on("node-1").open_attempt(launch(1))
-    manifest = place.save("node-1", 3).model_copy(
-        update={"shards": (SHARD, SHARD.model_copy(update={"rank": 1, "name": "rank-1.bin"}))}
-    )
-    assert isinstance(place.on("node-1").commit(commit(manifest)), CheckpointLost)
-    assert place.committed("node-2") == []
-
-
-def test_two_nodes_that_commit_at_once_both_stand_in_the_chain_and_one_record_once(
-    place: Place,
-) -> None:
-    place.on("node-1").open_attempt(launch(1))
-    first, second = place.save("node-1", 1), place.save("node-2", 2)
-    told: list[object] = []
-
-    def run(node: str, manifest: Manifest) -> None:
-        told.append(place.on(node).commit(commit(manifest)))
-
-    threads = [threading.Thread(target=run, args=(n, m)) for n in NODES for m in (first, second)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    numbers = {
-        (fact.number, fact.manifest.step) for fact in told if isinstance(fact, CheckpointLinked)
-    }
-    assert len(told) == 4
-    assert sorted(number for number, _ in numbers) == [2, 3]
-    assert sorted(place.committed("node-1")) == sorted(place.committed("node-2")) == [1, 2]
-
-
-def test_an_overtaken_attempt_commits_nothing_and_what_it_wrote_goes(place: Place) -> None:
-    place.on("node-1").open_attempt(launch(1))
-    late = place.save("node-1", 3)
-    place.on("node-2").open_attempt(launch(2))
-    fact = place.on("node-1").commit(commit(late))
-    assert isinstance(fact, CheckpointLost)
-    assert place.committed("node-1") == []
-    assert not {name for name in place.names() if name.startswith("shards")}
+_EMPTY = "<ListBucketResult><IsTruncated>false</IsTruncated></ListBucketResult>"
 
 
 def test_a_commit_whose_answer_is_lost_is_one_commit(bucket: Place) -> None:
@@ -248,9 +67,6 @@ def test_a_commit_whose_answer_is_lost_is_one_commit(bucket: Place) -> None:
     assert fact.number == 2
     assert bucket.names() >= {"chain/00000002.json"}
     assert "chain/00000003.json" not in bucket.names()
-
-
-_EMPTY = "<ListBucketResult><IsTruncated>false</IsTruncated></ListBucketResult>"
 
 
 def test_a_listing_that_lacks_what_is_there_costs_no_record(bucket: Place) -> None:
@@ -300,37 +116,6 @@ def test_a_server_that_says_that_all_names_are_taken_is_a_condition(bucket: Plac
     assert isinstance(bucket.on("node-1").commit(commit(manifest)), CheckpointLinked)
 
 
-def test_a_damaged_shard_is_found_and_a_damaged_record_is_passed_over(place: Place) -> None:
-    storage = place.on("node-1")
-    storage.open_attempt(launch(1))
-    good, bad, lost = (place.save("node-1", step) for step in (1, 2, 3))
-    for manifest in (good, bad, lost):
-        storage.commit(commit(manifest))
-    shard = f"shards/{bad.checkpoint_id}/{SHARD.name}"
-    place.damage(shard, CONTENT[::-1])
-    place.damage("chain/00000004.json", b"{")
-    other = place.on("node-2")
-    assert isinstance(other.verify(verify(good))[-1], CheckpointVerified)
-    found = other.verify(verify(bad))[-1]
-    assert isinstance(found, CheckpointCorrupt)
-    assert (found.file, "sha256" in found.reason) == (shard, True)
-    assert place.committed("node-2") == [1, 2]
-    damage = other.open_attempt(launch(2))
-    assert damage is not None
-    assert [record.name for record in damage.records] == ["00000004.json"]
-
-
-def test_a_rank_that_loads_a_damaged_shard_finds_it_damaged(place: Place) -> None:
-    place.on("node-1").open_attempt(launch(1))
-    manifest = place.save("node-1", 1)
-    place.on("node-1").commit(commit(manifest))
-    place.damage(f"shards/{manifest.checkpoint_id}/{SHARD.name}", b"something else")
-    resumed = launch(2).model_copy(update={"resume_from": manifest.checkpoint_id})
-    place.on("node-2").open_attempt(resumed)
-    folder = CommitChain(place.on("node-2").root, JOB).shard_folder(manifest.checkpoint_id)
-    assert (folder / SHARD.name).read_bytes() == b"something else"
-
-
 def test_of_a_shard_that_is_far_too_long_little_is_loaded(bucket: Place) -> None:
     bucket.on("node-1").open_attempt(launch(1))
     manifest = bucket.save("node-1", 1)
@@ -343,65 +128,6 @@ def test_of_a_shard_that_is_far_too_long_little_is_loaded(bucket: Place) -> None
     found = other.verify(verify(manifest))[-1]
     assert isinstance(found, CheckpointCorrupt)
     assert f"not the {len(CONTENT)}" in found.reason
-
-
-def test_retention_removes_for_all_nodes_what_it_retires(place: Place) -> None:
-    storage = place.on("node-1")
-    storage.open_attempt(launch(1))
-    old, new = place.save("node-1", 1), place.save("node-1", 2)
-    for manifest in (old, new):
-        storage.commit(commit(manifest))
-    retired = RetireCheckpoint(job_id=JOB, fence=1, checkpoint_id=old.checkpoint_id)
-    for node in NODES:  # given again it changes nothing
-        place.on(node).retire(retired)
-    assert place.committed("node-2") == [2]
-    shards = {name for name in place.names() if name.startswith("shards")}
-    assert shards == {f"shards/{new.checkpoint_id}/{SHARD.name}"}
-
-
-def test_a_node_that_never_saw_a_job_finds_it_again_as_it_stood(place: Place) -> None:
-    place.on("node-1").open_attempt(launch(1))
-    manifest = place.save("node-1", 3)
-    place.on("node-1").commit(commit(manifest))
-    stands = KeepStanding(job_id=JOB, fence=1, standing=JobState.PAUSED, reason="a person")
-    place.on("node-1").keep_standing(stands)
-    assert place.on("node-2").files.jobs() == [JOB]
-    (found,) = place.on("node-2").find_job(JOB, None, 0)
-    assert (found.fence, found.card.standing) == (1, JobState.PAUSED)
-    assert [each.step for each in found.manifests.values()] == [3]
-
-
-def test_a_deleted_job_is_not_found_and_a_purged_one_leaves_nothing(place: Place) -> None:
-    place.on("node-1").open_attempt(launch(1))
-    manifest = place.save("node-1", 3)
-    place.on("node-1").commit(commit(manifest))
-    assert place.on("node-2").put_card_away(JOB)
-    assert not place.on("node-1").put_card_away(JOB)
-    assert place.on("node-1").find_job(JOB, None, 0) == ()
-    for node in NODES:
-        assert purge(place.on(node), PurgeJob(job_id=JOB, fence=1), node).error is None
-    assert place.names() == set()
-    for node in NODES:
-        assert place.on(node).files.jobs() == []
-    assert place.committed("node-1") == []
-
-
-def test_all_nodes_name_one_storage_alike(place: Place) -> None:
-    names = [place.on(node).files.identity() for node in NODES]
-    assert names[0] is not None
-    assert names[0] == names[1]
-    assert [place.on(node).files.fault() for node in NODES] == [None, None]
-
-
-def test_an_export_of_what_the_bucket_lacks_fails_with_the_reason(place: Place) -> None:
-    storage = place.on("node-1")
-    storage.open_attempt(launch(1))
-    manifest = place.save("node-1", 3)
-    storage.commit(commit(manifest))
-    command = ExportCheckpoint(job_id=JOB, fence=1, checkpoint_id=manifest.checkpoint_id)
-    facts = asyncio.run(Exporter(storage, "node-1", {}).export(command))
-    assert isinstance(facts[-1], ExportFailed)  # its shard is no safetensors file
-    assert not {name for name in place.names() if name.startswith("exports")}
 
 
 # --- what only a bucket does ------------------------------------------------------------------
