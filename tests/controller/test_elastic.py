@@ -2,14 +2,17 @@
 
 import asyncio
 from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import replace
 
 import pytest
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
 
 from services.contract.jobs.specs import JobSpec
 from services.contract.words.states import ExitReason, JobState
 from services.controller.domain.job.job import Job
 from services.controller.domain.plans import default_plan
-from services.controller.domain.scheduling.allocation import Allocation
+from services.controller.domain.scheduling.allocation import Allocation, QueueHead
 from services.controller.domain.scheduling.elastic import enlarged, place_most
 from services.controller.domain.scheduling.placement import (
     GangRequest,
@@ -52,8 +55,13 @@ def sizes(job: Job) -> list[int]:
     return [attempt.world_size for attempt in job.attempts]
 
 
-def test_seats_are_looked_for_as_often_as_there_are_some(monkeypatch: pytest.MonkeyPatch) -> None:
-    """And not for each of the 65 536 numbers of ranks that a script may have: that takes seconds."""
+SCRIPT = {"entrypoint": {"script": "a.py"}, "resources": {"world": {"min": 1, "max": 65_536}}}
+
+
+def test_seats_are_looked_for_a_few_times_for_any_number_of_ranks(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """And not for each number for which there are slots: for hundreds of elastic jobs that takes seconds."""
     tried: list[int] = []
 
     def counted(gang: GangRequest, usages: Sequence[NodeUsage]) -> Placed | NotNow | Never:
@@ -61,20 +69,67 @@ def test_seats_are_looked_for_as_often_as_there_are_some(monkeypatch: pytest.Mon
         return place(gang, usages)
 
     monkeypatch.setattr("services.controller.domain.scheduling.elastic.place", counted)
-    script = {"entrypoint": {"script": "a.py"}, "resources": {"world": {"min": 1, "max": 65_536}}}
-    wanted = JobSpec.model_validate(script)
-    found = place_most(wanted, [NodeUsage(node("a", slots=4))])
+    free = (NodeUsage(node("a", slots=500)), NodeUsage(node("b", slots=500)))
+    wanted = JobSpec.model_validate(SCRIPT)
+    found = place_most(wanted, free)
     assert isinstance(found, Placed)
-    assert len(found.ranks) == 4
+    assert len(found.ranks) == 1_000
+    assert len(tried) <= 12
+    tried.clear()
     job = new_job().model_copy(update={"spec": wanted})
-    placed = place(GangRequest.of(wanted), [NodeUsage(node("a", slots=4))])
+    placed = place(GangRequest.of(wanted), free)
     assert isinstance(placed, Placed)
-    allocation = Allocation((NodeUsage(node("a", slots=4)),), {job.id: job}, {}, 1).with_placed(
-        job, placed
+    allocation = Allocation(free, {job.id: job}, {}, 1).with_placed(job, placed)
+    head = QueueHead(
+        new_job(train=LONG | {"global_batch": 400}, resources={"ranks": 400}), None, None
     )
-    _, larger = enlarged(allocation, {}, [job])
-    assert len(larger[job.id].ranks) == 4
-    assert sorted(tried) == [1, 4, 4]
+    _, larger = enlarged(allocation, {"cpu": head}, [job])
+    assert len(larger[job.id].ranks) == 100
+    assert len(tried) <= 12
+
+
+@settings(max_examples=100, derandomize=True)
+@given(
+    slots=st.lists(st.tuples(st.integers(1, 9), st.integers(0, 9)), min_size=1, max_size=4),
+    tp=st.sampled_from([1, 2]),
+    heads=st.integers(0, 12),
+    bounds=st.tuples(st.integers(1, 6), st.integers(0, 30)),
+)
+def test_the_most_ranks_are_found_for_which_there_is_room(
+    *, slots: list[tuple[int, int]], tp: int, heads: int, bounds: tuple[int, int]
+) -> None:
+    """By trying each number, from the most to the fewest."""
+    nodes = [node(name, slots=count) for name, (count, _) in zip("abcd", slots, strict=False)]
+    free = tuple(
+        NodeUsage(each, cpu_taken=min(taken, count))
+        for each, (count, taken) in zip(nodes, slots, strict=True)
+    )
+    least, more = bounds[0] * tp, bounds[1]
+    resources = {"world": {"min": least, "max": least + more}}
+    job = new_job(mesh={"tp": tp}, resources=resources, train=LONG | {"global_batch": 5_040})
+    placed = place(GangRequest.of(job.spec), free)
+    assume(isinstance(placed, Placed))
+    assert isinstance(placed, Placed)
+    allocation = Allocation(free, {job.id: job}, {}, 1).with_placed(job, placed)
+    head = (
+        QueueHead(
+            new_job(train=LONG | {"global_batch": heads}, resources={"ranks": heads}), None, None
+        )
+        if heads
+        else None
+    )
+
+    def has_room(ranks: int) -> bool:
+        left = allocation.without(job)
+        there = left.usages
+        if head is not None:
+            there = left.backfill("cpu", head).nodes(ranks, is_over=False)
+        gang = replace(GangRequest.of(job.spec, ranks), device="cpu")
+        return isinstance(place(gang, there), Placed)
+
+    most = max((n for n in job.spec.worlds if n > len(placed.ranks) and has_room(n)), default=None)
+    _, larger = enlarged(allocation, {} if head is None else {"cpu": head}, [job])
+    assert (len(larger[job.id].ranks) if job.id in larger else None) == most
 
 
 def test_it_begins_with_what_is_there_and_sits_on_several_nodes_if_it_must() -> None:

@@ -28,6 +28,31 @@ class QueueHead:
 
 
 @dataclass(frozen=True)
+class Backfill:
+    """Where jobs may run that go behind the head of a queue.
+
+    Attributes:
+        usages: All nodes with what is taken of them.
+        limits: With more ranks than these a job on the node would delay the head; no limit on others.
+        start_ms: When the head is expected to start, if known. A job that is over by then has no limit.
+    """
+
+    usages: tuple[NodeUsage, ...]
+    limits: Mapping[NodeId, int]
+    start_ms: int | None
+
+    def is_over_by(self, end_ms: int | None) -> bool:
+        """Whether a job that is expected to end then, if that is known, has ended when the head starts."""
+        return self.start_ms is not None and end_ms is not None and end_ms <= self.start_ms
+
+    def nodes(self, ranks: int, *, is_over: bool) -> tuple[NodeUsage, ...]:
+        """Those for a job with so many ranks; ``is_over``: it has ended when the head starts."""
+        if is_over:
+            return self.usages
+        return tuple(s for s in self.usages if ranks <= self.limits.get(s.node.id, ranks))
+
+
+@dataclass(frozen=True)
 class Allocation:
     """A moment of it.
 
@@ -56,6 +81,11 @@ class Allocation:
         usages = released(self.usages, self._slots(job), job.id)
         return replace(self, usages=usages, placed=others)
 
+    def end_ms(self, job: Job) -> int | None:
+        """When the job would end if it began now, where that is known."""
+        remaining = self.remaining_ms.get(job.id)
+        return None if remaining is None else self.now_ms + remaining
+
     def node_sets(self, gang: GangRequest, device: DeviceType) -> tuple[NodeSet, ...]:
         """Where the gang could run now if nobody else did."""
         return node_sets(gang, [s for s in self.usages if s.is_open], device)
@@ -65,40 +95,34 @@ class Allocation:
         found = (self._occupant(self.jobs[name], room, device) for name in room.jobs)
         return tuple(occupant for occupant in found if occupant.slots)
 
-    def harmless(
-        self, job: Job, ranks: int, device: DeviceType, head: QueueHead
-    ) -> tuple[NodeUsage, ...]:
-        """The nodes where ``head`` starts no later if ``job`` runs there with so many ranks."""
+    def backfill(self, device: DeviceType, head: QueueHead) -> Backfill:
+        """Where jobs may run that go behind ``head``, for it starts no later if they do."""
         request = GangRequest.of(head.job.spec)
-        wanted = self.node_sets(request, device)
-        harmed = {
-            usage.node.id
-            for room in wanted
-            if not self._is_harmless(job, ranks, room, device, head)
-            for usage in room.usages
-        }
-        return tuple(s for s in self.usages if s.node.id not in harmed)
+        limits: dict[NodeId, int] = {}
+        for room in self.node_sets(request, device):
+            limit = self._limit(room, device, head, request)
+            if limit is not None:
+                for usage in room.usages:
+                    limits[usage.node.id] = min(limits.get(usage.node.id, limit), limit)
+        return Backfill(self.usages, limits, head.start_ms)
 
-    def _is_harmless(
-        self, job: Job, ranks: int, room: NodeSet, device: DeviceType, head: QueueHead
-    ) -> bool:
-        request = GangRequest.of(head.job.spec)
+    def _limit(
+        self, room: NodeSet, device: DeviceType, head: QueueHead, request: GangRequest
+    ) -> int | None:
+        """The most ranks of another job there with which ``head`` starts no later; None: any number."""
+        if head.start_ms is not None and room.name != head.room:
+            return None
         # Over several nodes ranks that stay together need whole groups of slots: in the worst case
         # each rank of another job leaves one of them broken.
         group = request.together if len(room.usages) > 1 else 1
-        taken = ranks * group
-        capacity = room.capacity(device, request.together)
+        spare = room.capacity(device, request.together) - request.ranks
         occupants = self.occupants(room, device)
         if head.start_ms is None:
-            spare = capacity - request.ranks
-            return taken <= spare - _largest_sum([_whole(h, group) for h in occupants], spare)
-        if room.name != head.room:
-            return True
-        remaining = self.remaining_ms.get(job.id)
-        if remaining is not None and self.now_ms + remaining <= head.start_ms:
-            return True
-        stay = [h for h in occupants if h.end_ms is None or h.end_ms > head.start_ms]
-        return taken <= capacity - sum(_whole(h, group) for h in stay) - request.ranks
+            taken = _largest_sum((_whole(h, group) for h in occupants), spare)
+        else:
+            stay = [h for h in occupants if h.end_ms is None or h.end_ms > head.start_ms]
+            taken = sum(_whole(h, group) for h in stay)
+        return (spare - taken) // group
 
     def _occupant(self, job: Job, room: NodeSet, device: DeviceType) -> Occupant:
         # Not those on nodes where the job has ended: they are free already.
@@ -107,9 +131,7 @@ class Allocation:
             for node, taken in self._taken(job).items()
             if (usage := room.by_node.get(node)) is not None and job.id in usage.jobs
         }
-        remaining = self.remaining_ms.get(job.id)
-        end_ms = None if remaining is None else self.now_ms + remaining
-        return Occupant(job, on_device, end_ms)
+        return Occupant(job, on_device, self.end_ms(job))
 
     def _taken(self, job: Job) -> Mapping[NodeId, Taken]:
         placed = self.placed.get(job.id)
@@ -129,7 +151,9 @@ def _whole(occupant: Occupant, group: int) -> int:
 
 def _largest_sum(sizes: Iterable[int], bound: int) -> int:
     """The largest sum of some of ``sizes`` that is not above ``bound``."""
-    sums = {0}
+    # The bit n says that there is a sum of n: hundreds of jobs are added up in microseconds.
+    within = (1 << bound + 1) - 1
+    sums = 1
     for size in sizes:
-        sums |= {total + size for total in sums if total + size <= bound}
-    return max(sums)
+        sums |= sums << size & within
+    return sums.bit_length() - 1

@@ -6,8 +6,8 @@ ending go wrong. It shrinks by itself when it goes on after a loss, and at once 
 were lowered. Growing and shrinking are moves: a checkpoint, the end, the next attempt.
 """
 
-from bisect import bisect_right
-from collections.abc import Iterable, Mapping, Sequence
+from bisect import bisect_left, bisect_right
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Final
 
@@ -78,11 +78,13 @@ def place_most(spec: JobSpec, usages: Sequence[NodeUsage]) -> Placed | NotNow | 
     outcome = place(GangRequest.of(spec), usages)
     if not isinstance(outcome, Placed):
         return outcome
-    for ranks in _larger(spec, len(outcome.ranks), outcome.device, usages):
-        larger = place(replace(GangRequest.of(spec, ranks), device=outcome.device), usages)
-        if isinstance(larger, Placed):
-            return larger
-    return outcome
+    device = outcome.device
+
+    def placed(ranks: int) -> Placed | None:
+        larger = place(replace(GangRequest.of(spec, ranks), device=device), usages)
+        return larger if isinstance(larger, Placed) else None
+
+    return _most(_larger(spec, len(outcome.ranks), device, usages), placed) or outcome
 
 
 def enlarged(
@@ -156,26 +158,41 @@ def _largest(
     device: DeviceType,
 ) -> Placed | None:
     """Seats for as many ranks as can be, more than at present, in nobody's way."""
-    head = heads.get(device)
     left = allocation.without(job)
-    for ranks in _larger(job.spec, present, device, left.usages):
-        nodes = left.usages if head is None else left.harmless(job, ranks, device, head)
+    worlds = _larger(job.spec, present, device, left.usages)
+    if not worlds:
+        return None
+    head = heads.get(device)
+    backfill = None if head is None else left.backfill(device, head)
+    is_over = backfill is not None and backfill.is_over_by(left.end_ms(job))
+
+    def placed(ranks: int) -> Placed | None:
+        nodes = left.usages if backfill is None else backfill.nodes(ranks, is_over=is_over)
         outcome = place(replace(gang_request_of(job, ranks), device=device), nodes)
-        if isinstance(outcome, Placed):
-            return outcome
-    return None
+        return outcome if isinstance(outcome, Placed) else None
+
+    return _most(worlds, placed)
+
+
+def _most(worlds: Sequence[int], placed: Callable[[int], Placed | None]) -> Placed | None:
+    """Seats for the most of these numbers of ranks, ascending, for which there are some.
+
+    Where there is room for more ranks there is room for fewer: a few are tried, not each of hundreds.
+    """
+    fitting = bisect_left(worlds, True, key=lambda ranks: placed(ranks) is None)  # noqa: FBT003 what is looked for
+    return placed(worlds[fitting - 1]) if fitting else None
 
 
 def _larger(
     spec: JobSpec, present: int, device: DeviceType, usages: Sequence[NodeUsage]
 ) -> Sequence[int]:
-    """The numbers of ranks above ``present`` for which there are slots, the most first.
+    """The numbers of ranks above ``present``, ascending, that are not more than all free slots.
 
-    A spec may allow 65 536 numbers, and to look for slots for each takes seconds.
+    A spec may allow 65 536 numbers.
     """
     slots = sum(usage.free(device) for usage in usages)
     worlds = spec.worlds
-    return worlds[bisect_right(worlds, present) : bisect_right(worlds, slots)][::-1]
+    return worlds[bisect_right(worlds, present) : bisect_right(worlds, slots)]
 
 
 def _trains(job: Job) -> bool:

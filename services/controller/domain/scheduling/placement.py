@@ -23,6 +23,8 @@ from services.controller.domain.scheduling.node import Lease, Node
 _WORDS: Final[Mapping[DeviceType, str]] = {"cpu": "CPU slots", "cuda": "GPUs"}
 _NOTHING: Final[Mapping[NodeId, int]] = {}
 _NO_SLOTS: Final = Taken(0, frozenset())
+# A reason is worked out for each of thousands that wait, on a hundred nodes with hundreds of jobs.
+_NAMED: Final = 8
 
 
 @dataclass(frozen=True)
@@ -229,11 +231,9 @@ def node_sets(
 
     One that spreads has both. Nodes of different pools need not even reach each other.
     """
-    single = tuple(
-        room
-        for room in (NodeSet((usage,)) for usage in usages)
-        if room.capacity(device, gang.together) >= gang.ranks
-    )
+    # A node has enough whole groups where it has as many slots as they have.
+    ranks = -(-gang.ranks // gang.together) * gang.together
+    single = tuple(NodeSet((usage,)) for usage in usages if usage.capacity(device) >= ranks)
     if single and (len(usages) == 1 or not gang.spreads):
         return single
     wide = (room for room in _by_pool(usages) if room.capacity(device, gang.together) >= gang.ranks)
@@ -259,6 +259,12 @@ def device_of(gang: GangRequest, usages: Sequence[NodeUsage]) -> DeviceType:
         return gang.device
     ready = [s for s in usages if s.node.state == NodeState.READY]
     return "cuda" if node_sets(gang, ready or usages, "cuda") else "cpu"
+
+
+def some(names: Sequence[str]) -> str:
+    """The first eight, and how many more there are."""
+    more = f" and {len(names) - _NAMED} more" if len(names) > _NAMED else ""
+    return ", ".join(names[:_NAMED]) + more
 
 
 def _assign(room: NodeSet, gang: GangRequest, device: DeviceType) -> Placed:
@@ -325,8 +331,9 @@ def _why_not_now(gang: GangRequest, device: DeviceType, usages: Sequence[NodeUsa
     if free is None or free >= gang.ranks:  # room on several nodes, while a single one is silent
         reason = _why_closed(gang.ranks, [s for room in able for s in room.usages])
         return NotNow(device, reason, blocks=False)
-    where = "on one node" if len(ready[-1].usages) == 1 else f"on {ready[-1].name}"
-    busy = ", ".join(sorted({job for room in ready for job in room.jobs})) or "nothing"
+    last = ready[-1].usages
+    where = "on one node" if len(last) == 1 else f"on {some([s.node.id for s in last])}"
+    busy = some(sorted({job for room in ready for job in room.jobs})) or "nothing"
     return NotNow(
         device,
         f"{gang.ranks} {_WORDS[device]} {where} are needed, at most {free} are free; "
@@ -346,5 +353,5 @@ def _why_closed(ranks: int, able: Sequence[NodeUsage]) -> str:
         ("draining", draining),
         ("provisioned or given back", reserved),
     )
-    why = [f"{words}: {', '.join(names)}" for words, names in parts if names]
+    why = [f"{words}: {some(names)}" for words, names in parts if names]
     return f"the nodes that could take {ranks} ranks are {'; '.join(why)}"

@@ -15,7 +15,7 @@ from typing import Final
 
 from services.contract.messages.probing import DeviceType
 from services.controller.domain.job.job import WAITING_STATES, Job
-from services.controller.domain.scheduling.allocation import Allocation, QueueHead
+from services.controller.domain.scheduling.allocation import Allocation, Backfill, QueueHead
 from services.controller.domain.scheduling.elastic import (
     GrowthOption,
     enlarged,
@@ -30,6 +30,7 @@ from services.controller.domain.scheduling.placement import (
     NotNow,
     Placed,
     place,
+    some,
 )
 from services.controller.domain.scheduling.preemption import Occupant, freed_by, smallest_sufficient
 
@@ -138,7 +139,8 @@ class _QueuePass:
         self.allocation = allocation
         self.heads: dict[DeviceType, QueueHead] = {}
         self._placed: dict[GangRequest, Placed | NotNow | Never] = {}
-        self._harmless: dict[tuple[GangRequest, int | None], Placed | NotNow | Never | None] = {}
+        self._backfill: dict[DeviceType, Backfill] = {}
+        self._behind_head: dict[tuple[GangRequest, bool], Placed | NotNow | Never] = {}
 
     def turn(self, job: Job) -> Turn:
         """What is to become of the next one."""
@@ -163,17 +165,21 @@ class _QueuePass:
     def _assign(self, job: Job, placed: Placed) -> Turn:
         self.allocation = self.allocation.with_placed(job, placed)
         self._placed.clear()
-        self._harmless.clear()
+        self._backfill.clear()
+        self._behind_head.clear()
         return Turn(job, placed)
 
     def _behind(self, job: Job, device: DeviceType, head: QueueHead) -> Turn:
+        if device not in self._backfill:
+            self._backfill[device] = self.allocation.backfill(device, head)
+        backfill = self._backfill[device]
         gang = replace(gang_request_of(job), device=device)
         # Of the job itself only this counts beside its gang; the head stays who it is.
-        like = gang, self.allocation.remaining_ms.get(job.id)
-        if like not in self._harmless:
-            harmless = self.allocation.harmless(job, gang.ranks, device, head)
-            self._harmless[like] = place(gang, harmless) if harmless else None
-        outcome = self._harmless[like]
+        like = gang, backfill.is_over_by(self.allocation.end_ms(job))
+        if like not in self._behind_head:
+            _, is_over = like
+            self._behind_head[like] = place(gang, backfill.nodes(gang.ranks, is_over=is_over))
+        outcome = self._behind_head[like]
         if isinstance(outcome, Placed):
             return self._assign(job, outcome)
         return Turn(job, Waiting(f"waiting behind {head.job.id}, which goes first", (head.job.id,)))
@@ -189,7 +195,7 @@ class _QueuePass:
             nodes, victims = chosen
             start_ms = self.allocation.now_ms + int(PREEMPTION_GRACE_S * 1000)
             self.heads[device] = QueueHead(job, nodes, start_ms)
-            names = ", ".join(v.id for v in victims)
+            names = some([v.id for v in victims])
             reason = f"waiting until {names}, of lower priority, free slots on {nodes}"
             return Turn(job, Preempt(nodes, victims, reason))
         starts = [
@@ -219,7 +225,7 @@ class _QueuePass:
         start_ms = max(ends) if len(ends) == len(stopping) else None
         self.heads[device] = QueueHead(job, room.name, start_ms)
         names = tuple(sorted(h.job.id for h in stopping))
-        reason = f"waiting until {', '.join(names)} ended on {room.name}"
+        reason = f"waiting until {some(names)} ended on {room.name}"
         return Turn(job, Waiting(reason, names, start_ms))
 
     def _victims(
