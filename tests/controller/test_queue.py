@@ -12,7 +12,7 @@ from services.controller.domain.job.job import Job
 from services.controller.domain.plans import default_plan
 from services.controller.domain.scheduling.node import Drain, Lease, Node
 from services.controller.domain.scheduling.placement import NodeUsage, Placed, place, usages_of
-from services.controller.domain.scheduling.queue import Preempt, Turn, Waiting, turns
+from services.controller.domain.scheduling.queue import Preempt, Turn, Waiting, schedule
 from tests.controller.histories import NODE, NOW, launched, node, play, progressed, spec
 from tests.controller.test_placement import ask
 
@@ -69,7 +69,7 @@ def look(jobs: list[Job], nodes: list[Node], **remaining_s: float) -> dict[str, 
     """The turns by job; ``remaining_s`` by the index of the job in ``jobs``."""
     leases = {n.id: Lease(n.incarnation, 5000) for n in nodes}
     outlook = {jobs[int(i[1:])].id: int(s * 1000) for i, s in remaining_s.items()}
-    found = turns(jobs, usages_of(nodes, jobs, leases), outlook, NOW)
+    found = schedule(jobs, usages_of(nodes, jobs, leases), outlook, NOW).turns
     return {turn.job.id: turn for turn in found}
 
 
@@ -350,7 +350,7 @@ def test_nobody_who_was_promised_a_start_begins_later_and_everybody_begins(
         jobs = [*(job for _, job in running.values()), *queued]
         left = {name: end - now for name, (end, _) in running.items()}
         outlook = lasts | left if knows else {}
-        for turn in turns(jobs, usages_of([plane], jobs, leases), outlook, now):
+        for turn in schedule(jobs, usages_of([plane], jobs, leases), outlook, now).turns:
             match turn.outcome:
                 case Placed() as seat:
                     assert now <= promised.get(turn.job.id, now), "begins later than was promised"

@@ -5,7 +5,8 @@ import dataclasses
 import math
 import os
 import random
-from collections.abc import AsyncIterator
+import threading
+from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import pytest
@@ -31,12 +32,16 @@ from services.controller.domain.errors import (
 from services.controller.domain.job.effects import Decision
 from services.controller.domain.job.events import JobEvent, KillAsked, PauseAsked, ResumeAsked
 from services.controller.domain.job.job import Job
+from services.controller.domain.scheduling import survey
+from services.controller.domain.scheduling.placement import NodeUsage
+from services.controller.domain.scheduling.queue import Schedule, schedule
 from services.controller.ports.coordination import Ports
 from services.controller.ports.jobs import Actor, Change, Stored
 from services.controller.ports.machines import Entry
-from services.controller.use_cases import reconcile
 from services.controller.use_cases.change import apply_events
 from services.controller.use_cases.facts import apply_facts
+from services.controller.use_cases.jobs import get_job
+from services.controller.use_cases.queue import get_queue
 from services.controller.use_cases.reconcile import Reconciler
 from tests.controller.histories import node, play, spec
 
@@ -273,7 +278,7 @@ async def test_the_next_leader_acts_on_what_came_under_the_last_one(pair: Pair) 
 async def test_a_look_goes_through_the_queue_only_when_something_changed(
     pair: Pair, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(reconcile, "SURVEYED_EVERY_MS", 10**9)
+    monkeypatch.setattr(survey, "KEPT_MS", 10**9)
     monkeypatch.setattr(telemetry, "_RECENT_S", 0.0)
     epoch = await pair.here.leadership.take("here")
     assert epoch is not None
@@ -300,6 +305,42 @@ async def test_a_look_goes_through_the_queue_only_when_something_changed(
     assert await steps_read() == 1
     await pair.happen(runs, KillAsked())
     assert await steps_read() == 1
+
+
+async def test_requests_that_come_at_once_have_the_queue_gone_through_once_beside_the_event_loop(
+    pair: Pair, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The loop also renews the lead: thousands of jobs that wait for a hundred nodes take a while."""
+    loop, began, goes_on = asyncio.get_running_loop(), asyncio.Event(), threading.Event()
+    threads: list[int] = []
+
+    def long(
+        jobs: Sequence[Job],
+        usages: Sequence[NodeUsage],
+        remaining_ms: Mapping[str, int],
+        now_ms: int,
+    ) -> Schedule:
+        threads.append(threading.get_ident())
+        loop.call_soon_threadsafe(began.set)
+        assert goes_on.wait(30), "the event loop waits for the survey"
+        return schedule(jobs, usages, remaining_ms, now_ms)
+
+    epoch = await pair.here.leadership.take("here")
+    assert epoch is not None
+    await pair.here.nodes.put(node(slots=2), epoch, None)
+    names = [await pair.keep(number) for number in range(70)]
+    await pair.seen()
+    monkeypatch.setattr(survey, "schedule", long)
+    asked = [asyncio.create_task(get_job(pair.here, name)) for name in names[:4]]
+    asked_queue = asyncio.create_task(get_queue(pair.here))
+    await began.wait()
+    goes_on.set()
+    reasons = [view.reason for view in await asyncio.gather(*asked)]
+    shown = [entry.reason for entry in (await asked_queue).items]
+    assert shown[:4] == reasons
+    assert all(reason and "lost or silent: " in reason for reason in reasons), reasons
+    assert len(threads) == 1
+    assert threads != [threading.get_ident()]
 
 
 async def test_estimates_made_at_once_read_a_jobs_steps_from_redis_once(pair: Pair) -> None:

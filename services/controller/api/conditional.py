@@ -12,6 +12,7 @@ from typing import Final
 from fastapi import Request, Response
 from pydantic import BaseModel
 
+from services.contract.api.queue import QueueView
 from services.contract.api.views import JobPage, JobView
 from services.contract.system.long_work import in_turns
 from services.controller.domain.errors import PreconditionRequiredError
@@ -50,12 +51,12 @@ def _answer(
 
 
 async def answer_page(
-    request: Request, page: JobPage, *, headers: dict[str, str] | None = None
+    request: Request, page: JobPage | QueueView, *, headers: dict[str, str] | None = None
 ) -> Response:
-    """As ``answer``, of a list with items of up to 64 KiB each: others have their turn between them."""
+    """As ``answer``, of a list of many or large items: others have their turn between them."""
     items = [_text(item) async for item in in_turns(page.items)]
-    rest = page.model_dump_json(exclude={"items"})
-    body = f'{{"items":[{",".join(items)}],{rest[1:]}'.encode()
+    rest = page.model_dump_json(exclude={"items"})[1:-1]
+    body = f'{{"items":[{",".join(items)}]{"," if rest else ""}{rest}}}'.encode()
     return _answer(request, body, headers=headers)
 
 

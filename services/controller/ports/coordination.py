@@ -1,13 +1,15 @@
 """Leadership, time and wake-ups, and all ports in one hand."""
 
+import asyncio
 from collections.abc import Callable, Sequence
 from contextlib import AbstractAsyncContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
 from pydantic import ValidationError
 
 from services.controller.domain.scheduling.reservations import PoolLimits
+from services.controller.domain.scheduling.survey import Survey
 from services.controller.ports.access import AuditLog, TokenStore
 from services.controller.ports.code import CodeStore
 from services.controller.ports.event_feed import EventFeed
@@ -50,6 +52,14 @@ class Waker(Protocol):
         ...
 
 
+@dataclass
+class Surveyed:
+    """The last survey of the queue that was made for a request, and who may make the next one."""
+
+    last: Survey | None = None
+    lock: asyncio.Lock = field(default_factory=asyncio.Lock)
+
+
 @dataclass(frozen=True)
 class Ports:
     """Everything that the controller needs of the world.
@@ -57,6 +67,7 @@ class Ports:
     ``pools``: in the order in which they are asked for nodes.
     ``unreadable`` names the records that were met and cannot be read by this version;
     ``note_unreadable`` adds some that were met above the ports, by the name of what they are of.
+    ``surveyed`` is no part of the world: what was worked out of it, for all who ask next.
     """
 
     jobs: JobStore
@@ -77,3 +88,4 @@ class Ports:
     pools: Sequence[PoolLimits] = ()
     unreadable: Callable[[], Sequence[str]] = tuple
     note_unreadable: Callable[[str, ValidationError], None] = lambda _name, _error: None
+    surveyed: Surveyed = field(default_factory=Surveyed)

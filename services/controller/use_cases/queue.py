@@ -13,6 +13,7 @@ from services.contract.api.queue import (
     ReservationView,
 )
 from services.contract.api.views import NodeView
+from services.contract.system.long_work import in_turns
 from services.contract.words.states import NodeState
 from services.controller.domain.errors import StaleWriteError, StateConflictError, no_node
 from services.controller.domain.job.job import Job
@@ -39,12 +40,9 @@ async def get_queue(ports: Ports) -> QueueView:
     jobs = [stored.job for stored in await ports.jobs.active()]
     known = await turns_now(ports, jobs, now_ms)
     coming = await reservations_now(ports)
-    return QueueView(
-        items=tuple(
-            _entry(number, job, known.get(job.id), coming)
-            for number, job in enumerate(in_order(jobs), 1)
-        )
-    )
+    numbered = in_turns(enumerate(in_order(jobs), 1))
+    items = [_entry(number, job, known.get(job.id), coming) async for number, job in numbered]
+    return QueueView(items=tuple(items))
 
 
 async def get_capacity(ports: Ports) -> CapacityView:

@@ -1,9 +1,7 @@
 """One look at everything: what should happen by now and has not."""
 
 import contextlib
-import operator
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Final
 
 import structlog
@@ -30,7 +28,7 @@ from services.controller.domain.job.events import (
     PlacementDelayed,
     TraceOverdue,
 )
-from services.controller.domain.job.job import WAITING_STATES, Job
+from services.controller.domain.job.job import Job
 from services.controller.domain.plans import default_plan
 from services.controller.domain.scheduling import node as nodes
 from services.controller.domain.scheduling.elastic import (
@@ -41,21 +39,21 @@ from services.controller.domain.scheduling.elastic import (
     shrinkage,
 )
 from services.controller.domain.scheduling.node import Lease, Node, Watch
-from services.controller.domain.scheduling.placement import Placed, Reserved, usages_of
+from services.controller.domain.scheduling.placement import Placed
 from services.controller.domain.scheduling.queue import (
     PREEMPTION_GRACE_S,
     Preempt,
     Waiting,
-    schedule,
 )
 from services.controller.domain.scheduling.reservations import Want, reserved_nodes
+from services.controller.domain.scheduling.survey import Snapshot, Survey, next_due
 from services.controller.ports.coordination import Ports
 from services.controller.ports.jobs import Actor
 from services.controller.use_cases.change import apply_events
 from services.controller.use_cases.last_seen import last_seen
-from services.controller.use_cases.outlook import estimate, expect
+from services.controller.use_cases.outlook import estimate
 from services.controller.use_cases.provision import Provisioning, World, wants_of
-from services.controller.use_cases.waiting import reservations_now
+from services.controller.use_cases.waiting import reservations_now, survey
 
 _log = structlog.get_logger()
 _ACTOR: Final = Actor("controller")
@@ -63,55 +61,6 @@ _LONGEST_REST_S: Final = 1.0
 _SHORTEST_REST_S: Final = 0.01
 _LONG_MS: Final = 1 << 62
 _GROWTH_DELAY: Final = GrowthDelay()
-SURVEYED_EVERY_MS: Final = 5_000
-"""So often the queue is gone through although nothing changed: estimates of when jobs end move."""
-
-
-@dataclass(frozen=True)
-class _View:
-    """What a schedule of the queue is made of, but for the clock and how fast jobs train.
-
-    ``leases``: who holds them, by node. ``reserved``: nodes that are on their way from a pool, or back.
-    """
-
-    jobs: tuple[Job, ...]
-    nodes: tuple[Node, ...]
-    leases: Mapping[str, str]
-    reserved: Mapping[str, Reserved]
-
-    def is_same(self, other: "_View") -> bool:
-        """Whether nothing changed. Records are frozen: one that changed is another object."""
-        return (
-            self.leases == other.leases
-            and self.reserved == other.reserved
-            and _are_same(self.jobs, other.jobs)
-            and _are_same(self.nodes, other.nodes)
-        )
-
-
-@dataclass(frozen=True)
-class _Scheduled:
-    """A schedule whose turns were carried out.
-
-    Attributes:
-        view: What it was made of.
-        growth_options: What it found for those that run.
-        wants: Jobs that fit no free node.
-        at_ms: When that was.
-        due_ms: When the next job has waited out its back-off; None: none has one.
-    """
-
-    view: _View
-    growth_options: tuple[GrowthOption, ...]
-    wants: tuple[Want, ...]
-    at_ms: int
-    due_ms: int | None
-
-    def holds(self, view: _View, now_ms: int) -> bool:
-        """Whether a schedule now would find the same, or nearly: jobs train at a steady pace."""
-        is_fresh = 0 <= now_ms - self.at_ms < SURVEYED_EVERY_MS
-        is_due = self.due_ms is not None and now_ms >= self.due_ms
-        return is_fresh and not is_due and self.view.is_same(view)
 
 
 class Reconciler:
@@ -128,7 +77,8 @@ class Reconciler:
         self._epoch = epoch
         self._growth_delay = growth_delay
         self._room_since: Mapping[tuple[str, int], int] = {}
-        self._surveyed: _Scheduled | None = None
+        self._survey: Survey | None = None
+        self._wants: Sequence[Want] = ()
         self._watch: Watch | None = None
         self._pools = Provisioning(ports, epoch)
 
@@ -163,11 +113,10 @@ class Reconciler:
         ]
         world = World(jobs, known, leases, now_ms)
         reservations = await self._pools.review(reservations, world)
-        scheduled = await self._serve_queue(
-            jobs, known, leases, reserved_nodes(reservations), now_ms
-        )
-        await self._pools.request(reservations, scheduled.wants, world)
-        await self._grow(scheduled.growth_options, now_ms)
+        nodes_now, reserved = tuple(known.values()), reserved_nodes(reservations)
+        found = await self._serve_queue(Snapshot(tuple(jobs), nodes_now, leases, reserved), now_ms)
+        await self._pools.request(reservations, self._wants, world)
+        await self._grow(found.schedule.growth_options, now_ms)
         await self._forget_nodes(known, leases, jobs, now_ms)
         return _rest_s(jobs, now_ms)
 
@@ -274,31 +223,19 @@ class Reconciler:
                 if left.get(option.job.id, _LONG_MS) > self._growth_delay.stable_ms:
                     await self._apply(option.job, move, now_ms)
 
-    async def _serve_queue(
-        self,
-        jobs: Sequence[Job],
-        known: Mapping[str, Node],
-        leases: Mapping[str, Lease],
-        reserved: Mapping[str, Reserved],
-        now_ms: int,
-    ) -> _Scheduled:
-        """Do what is due to those that wait.
+    async def _serve_queue(self, snapshot: Snapshot, now_ms: int) -> Survey:
+        """Do what is due to those that wait, once for each survey.
 
         Why the others wait is written down once after an attempt, for their event logs: who asks later
         is told what ``waiting`` works out.
         """
-        open_nodes = {name: lease.incarnation for name, lease in leases.items()}
-        view = _View(tuple(jobs), tuple(known.values()), open_nodes, reserved)
-        if self._surveyed is not None and self._surveyed.holds(view, now_ms):
-            return self._surveyed
-        usages = usages_of(known.values(), jobs, leases, reserved)
-        outlook = await expect(self._ports, jobs, now_ms)
-        found = schedule(jobs, usages, outlook, now_ms)
-        wants = wants_of(jobs, found.turns, usages) if self._ports.pools else ()
-        self._surveyed = _Scheduled(
-            view, found.growth_options, wants, now_ms, _next_due(jobs, now_ms)
-        )
-        for turn in found.turns:
+        found = await survey(self._ports, snapshot, now_ms, self._survey)
+        if found is self._survey:
+            return found
+        turns = found.schedule.turns
+        wants = wants_of(snapshot.jobs, turns, snapshot.usages) if self._ports.pools else ()
+        self._survey, self._wants = found, wants
+        for turn in turns:
             match turn.outcome:
                 case Placed() as placed:
                     await self._apply(turn.job, _placed(turn.job, placed), now_ms)
@@ -308,7 +245,7 @@ class Reconciler:
                         await self._apply(victim, _preempted(turn.job, victim), now_ms)
                 case Waiting(reason=reason):
                     await self._say_once(turn.job, reason, now_ms)
-        return self._surveyed
+        return found
 
     async def _say_once(self, job: Job, reason: str, now_ms: int) -> None:
         if job.waiting_fence != job.fence:
@@ -375,18 +312,8 @@ def _awaits_commit(job: Job) -> bool:
     return any(c.state == CheckpointState.SEALED for c in job.checkpoints.values())
 
 
-def _are_same(some: Sequence[object], others: Sequence[object]) -> bool:
-    return len(some) == len(others) and all(map(operator.is_, some, others))
-
-
-def _next_due(jobs: Iterable[Job], now_ms: int) -> int | None:
-    """When the next job that backs off has its turn."""
-    due = (j.not_before_ms for j in jobs if j.not_before_ms > now_ms and j.state in WAITING_STATES)
-    return min(due, default=None)
-
-
 def _rest_s(jobs: Sequence[Job], now_ms: int) -> float:
-    due_ms = _next_due(jobs, now_ms)
+    due_ms = next_due(jobs, now_ms)
     if due_ms is None:
         return _LONGEST_REST_S
     return min(_LONGEST_REST_S, max((due_ms - now_ms) / 1000, _SHORTEST_REST_S))

@@ -4,20 +4,26 @@ It follows from who runs and who goes first, so each end of a job changes it for
 record that kept it would be rewritten each time.
 """
 
+import asyncio
 import contextlib
 from collections.abc import Mapping, Sequence
+from typing import Final
 
 from services.controller.domain.errors import StoreUnavailableError
 from services.controller.domain.job.job import WAITING_STATES, Job
 from services.controller.domain.scheduling.placement import NodeUsage, Placed, usages_of
-from services.controller.domain.scheduling.queue import Turn, turns
+from services.controller.domain.scheduling.queue import Turn
 from services.controller.domain.scheduling.reservations import (
     Reservation,
     reserved_nodes,
     why_waiting,
 )
+from services.controller.domain.scheduling.survey import Snapshot, Survey
 from services.controller.ports.coordination import Ports
 from services.controller.use_cases.outlook import expect
+
+# To hand so few to a thread takes longer than to go through them.
+_FEW_JOBS: Final = 64
 
 
 async def current_usages(
@@ -36,11 +42,32 @@ async def reservations_now(ports: Ports) -> Sequence[Reservation]:
     return await ports.reservations.reservations() if ports.pools else ()
 
 
+async def survey(
+    ports: Ports, snapshot: Snapshot, now_ms: int, last: Survey | None = None
+) -> Survey:
+    """The schedule of the queue; ``last`` itself where that still holds."""
+    if last is not None and last.holds(snapshot, now_ms):
+        return last
+    outlook = await expect(ports, snapshot.jobs, now_ms)
+    if len(snapshot.jobs) <= _FEW_JOBS:
+        return Survey.of(snapshot, outlook, now_ms)
+    # Beside the event loop, which also renews the lead: thousands that wait for a hundred nodes take
+    # a fifth of a second.
+    return await asyncio.to_thread(Survey.of, snapshot, outlook, now_ms)
+
+
 async def turns_now(ports: Ports, active: Sequence[Job], now_ms: int) -> Mapping[str, Turn]:
-    """What is to become of each job that has a turn now, by id; ``active``: all active jobs."""
-    usages = await current_usages(ports, active)
-    outlook = await expect(ports, active, now_ms)
-    return {turn.job.id: turn for turn in turns(active, usages, outlook, now_ms)}
+    """What is to become of each job that has a turn now, by id; ``active``: all active jobs.
+
+    All who ask at once are answered by one survey.
+    """
+    nodes = await ports.nodes.nodes()
+    leases = await ports.nodes.leases([node.id for node in nodes])
+    reserved = reserved_nodes(await reservations_now(ports))
+    snapshot = Snapshot(tuple(active), tuple(nodes), leases, reserved)
+    async with ports.surveyed.lock:
+        ports.surveyed.last = await survey(ports, snapshot, now_ms, ports.surveyed.last)
+        return ports.surveyed.last.turns
 
 
 async def with_reasons(ports: Ports, jobs: Sequence[Job]) -> list[Job]:

@@ -6,8 +6,8 @@ from fastapi import APIRouter, Request, Response
 
 from services.contract.api.queue import CapacityView, DrainRequest, PoolList, QueueView
 from services.contract.api.views import NodeView
-from services.controller.api.conditional import answer
-from services.controller.api.context import WithContext, WithPorts
+from services.controller.api.conditional import answer, answer_page
+from services.controller.api.context import WithContext, WithPorts, WithPrincipal
 from services.controller.api.scopes import OPERATES_NODE, READS
 from services.controller.use_cases import queue as use_cases
 
@@ -15,9 +15,10 @@ router = APIRouter(prefix="/v1", tags=["queue"])
 
 
 @router.get("/queue", response_model=QueueView, dependencies=[READS])
-async def get_queue(request: Request, ports: WithPorts) -> Response:
+async def get_queue(request: Request, context: WithContext, asks: WithPrincipal) -> Response:
     """The jobs that wait for slots, in order, and why each waits."""
-    return answer(request, await use_cases.get_queue(ports))
+    async with context.turns.of(asks.subject):
+        return await answer_page(request, await use_cases.get_queue(context.ports))
 
 
 @router.get("/capacity", response_model=CapacityView, dependencies=[READS])

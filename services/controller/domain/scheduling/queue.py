@@ -80,16 +80,6 @@ def in_order(jobs: Iterable[Job]) -> list[Job]:
     return sorted(waiting, key=lambda j: (-j.spec.priority, j.created_ms, j.id))
 
 
-def turns(
-    jobs: Sequence[Job],
-    usages: Sequence[NodeUsage],
-    remaining_ms: Mapping[str, int],
-    now_ms: int,
-) -> tuple[Turn, ...]:
-    """What is to become of each waiting job, in the order of the queue: see ``schedule``."""
-    return schedule(jobs, usages, remaining_ms, now_ms).turns
-
-
 def schedule(
     jobs: Sequence[Job],
     usages: Sequence[NodeUsage],
