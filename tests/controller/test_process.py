@@ -11,6 +11,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -203,6 +204,31 @@ def test_a_killed_controller_loses_nothing(redis_url: str) -> None:
             agent.launches(waiting.json()["id"])
             launches = [c.kind for c in agent.commands()].count("launch_gang")
             assert launches == 2
+
+
+def test_requests_with_ever_so_many_faults_cost_the_controller_no_term(redis_url: str) -> None:
+    """Its lease lasts four seconds; one request with 110 000 unknown fields took as long."""
+    many = {f"{number:x}": 0 for number in range(110_000)}
+    some = dict(list(many.items())[:6_000])
+    labels = {f"[{number}]": "" for number in range(5_000)}
+    bodies = [job_body(**many), job_body(**some), job_body(labels=labels), {"spec": some}]
+    with started(redis_url) as controller:
+        until(lambda: controller.said("leading"))
+
+        def ask(number: int) -> int:
+            body = bodies[number % len(bodies)]
+            path = ("/v1/jobs", "/v1/plans")[number % 2]
+            return httpx2.post(
+                f"{controller.client.base_url}{path}", json=body, timeout=60
+            ).status_code
+
+        with ThreadPoolExecutor(16) as hands:
+            answers = set(hands.map(ask, range(96)))
+        assert answers <= {413, 422, 429}, answers
+        assert not controller.said("no_longer_leading")
+        with Redis.from_url(redis_url, decode_responses=True) as redis:
+            assert redis.get(keys.EPOCH) == "1"
+        assert controller.client.post("/v1/jobs", json=job_body()).status_code == 201
 
 
 def test_the_loops_bear_redis_being_away(tmp_path: Path) -> None:
