@@ -123,6 +123,18 @@ def test_no_half_of_a_secret_is_shown_of_a_long_line_that_overwrites_itself(tmp_
     assert [*shown, *texts(tail)] == [" 99%|##", "after"]
 
 
+def test_no_half_of_a_secret_is_shown_of_a_long_line_of_terminal_codes(tmp_path: Path) -> None:
+    path = tmp_path / "log"
+    append(path, b"red " + b"\x1b[31m" * 16_000 + b"the key, the key is 0123456789")
+    tail = LogTail(path, Mask({"key": "0123456789abcdef", "longer": "x" * 18}))
+    shown = texts(tail)
+    append(path, b"abcdef\nafter\n")
+    first, second = [*shown, *texts(tail)]
+    assert first.startswith("red the k")
+    assert "0" not in first
+    assert second == "after"
+
+
 def test_a_terminals_signs_are_taken_out(tmp_path: Path) -> None:
     path = tmp_path / "log"
     append(path, b"  1%|#\r 50%|##\r100%|####\r\n\x1b[31mred\x1b[0m \xff\n")

@@ -32,6 +32,7 @@ class Mask:
 
     def __init__(self, secrets: Mapping[str, str]) -> None:
         self._forms = {form: name for name, value in secrets.items() for form in _forms(value)}
+        self._longest = max(map(len, self._forms), default=0)
         self._windows = _windows(self._forms) if len(self._forms) > _MOST_ONE_BY_ONE else {}
 
     def text(self, text: str) -> str:
@@ -41,6 +42,11 @@ class Mask:
             parts += [text[end:start], f"[secret {self._forms[form]}]"]
             end = stop
         return "".join((*parts, text[end:]))
+
+    def cut_text(self, text: str) -> str:
+        """The same of a text whose end is missing, without what may be the beginning of a secret there."""
+        masked = self.text(text)
+        return masked[: max(len(masked) - self._longest, 0)]
 
     def _found(self, text: str) -> Iterator[_Found]:
         """Where forms stand in a text, and which."""

@@ -209,9 +209,10 @@ class LogTail:
             if not self._inside_cut_line:
                 line = chunk[start:stop]
                 # What stands behind the last return may be cut within a secret, which no mask finds then.
-                if is_cut and b"\r" in line:
+                is_part = is_cut and b"\r" not in line
+                if is_cut and not is_part:
                     line = line[: line.rindex(b"\r")]
-                lines.append(_tailed(line, self._mask))
+                lines.append(_tailed(line, self._mask, is_part=is_part))
             self._inside_cut_line = end < 0
             start = stop + 1 if end >= 0 else stop
         self._offset += start
@@ -235,10 +236,11 @@ class LogTail:
         return f"… {what} dropped here: the rank writes faster than its log is followed"
 
 
-def _tailed(line: bytes, mask: Mask) -> TailedLine:
+def _tailed(line: bytes, mask: Mask, *, is_part: bool) -> TailedLine:
     # What a terminal would show: a progress bar overwrites its own line.
     text = line.decode(errors="replace").rstrip("\r").rpartition("\r")[2]
-    text = mask.text(_CONTROL.sub("", text))
+    text = _CONTROL.sub("", text)
+    text = mask.cut_text(text) if is_part else mask.text(text)
     if len(text) > LINE_CHARACTERS:
         cut = len(text) - LINE_CHARACTERS
         text = f"{text[:LINE_CHARACTERS]} … ({cut} characters cut)"
