@@ -85,3 +85,13 @@ def test_a_model_that_cannot_be_profiled_is_trained_all_the_same(stack: Stack) -
         if event.kind == "job.unplanned"
     ]
     assert "DataDependent" in why
+
+
+def test_a_spec_that_its_probe_finds_wrong_ends_before_any_rank_is_launched(stack: Stack) -> None:
+    model = {"factory": "peeking_models:PeekingDecoder", "args": {"dim": 32, "haeds": 2}}
+    job = stack.rested(stack.submit(name="wrong", plan="auto", model=model).id)
+    assert job.state is JobState.FAILED
+    assert "haeds" in (job.reason or ""), job.reason
+    assert (job.attempt, job.exit_reason) == (0, "user_error")
+    kinds = [event.kind for event in stack.client.events(job.id).items]
+    assert "job.placing" not in kinds

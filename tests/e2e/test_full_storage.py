@@ -1,0 +1,50 @@
+"""The disk of the checkpoints is full under a whole stack: what training waits for, and what it costs."""
+
+from pathlib import Path
+
+import psutil
+import pytest
+
+from services.contract.api.views import JobView
+from services.contract.words.states import JobState
+from tests.disk import small_disk
+from tests.e2e.conftest import LONG, REST, Stack, running_stack
+from tests.waiting import until
+
+pytestmark = [pytest.mark.ranks, pytest.mark.redis]
+
+
+def test_a_killed_rank_and_a_full_disk_cost_what_the_kill_costs_and_the_end_waits_for_room(
+    tmp_path: Path,
+) -> None:
+    home = tmp_path / "home"
+    home.mkdir()
+    with (
+        small_disk(tmp_path / "disk", mebibytes=64) as disk,
+        running_stack(home, MESHLOOM_CHECKPOINT_ROOT=str(disk.path)) as stack,
+    ):
+        job_id = stack.submit(
+            model=LONG["model"],
+            train={"steps": 200, "global_batch": 4, "seed": 7},
+            checkpoint={"every_steps": 20, "keep_last": 1},
+            faults={"max_restarts": 1},
+        ).id
+        until(lambda: stack.job(job_id).latest_checkpoint)
+        disk.fill()
+        ranks = stack.client.ranks(job_id).items
+        psutil.Process(next(rank.pid for rank in ranks if rank.pid)).kill()
+        waiting = until(lambda: _waiting(stack, job_id), timeout_s=120)
+        assert waiting.restarts == 1
+        disk.free()
+        ended = stack.rested(job_id)
+        assert (ended.state, ended.restarts) == (JobState.SUCCEEDED, 1), (
+            ended.reason,
+            ended.failure,
+        )
+
+
+def _waiting(stack: Stack, job_id: str) -> JobView | None:
+    """The job once it says that it waits for the disk."""
+    job = stack.job(job_id)
+    assert job.state not in REST, f"{job.state}: {job.reason} {job.failure}"
+    return job if "is full" in (job.reason or "") else None
