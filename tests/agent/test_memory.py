@@ -5,6 +5,7 @@ import signal
 import subprocess
 import sys
 import threading
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -29,6 +30,11 @@ from tests.agent.conftest import (
     launch,
     launched,
 )
+from tests.waiting import until
+
+GROUPS = Path("/sys/fs/cgroup")
+MEMORY = GROUPS / "memory"
+"""Where version 1 has a hierarchy of its own for it."""
 
 
 def test_a_rank_beyond_its_limit_ends_with_the_limit_and_what_to_do_and_the_node_goes_on(
@@ -129,6 +135,49 @@ def test_a_rank_that_the_kernel_killed_for_memory_is_told_from_one_that_somebody
     assert told[1].startswith(
         "ended by SIGKILL: the kernel killed it, because the node was out of memory"
     )
+
+
+@pytest.fixture
+def small_group() -> Iterator[Path]:
+    """A control group whose processes have 512 MiB; skips the test where none can be made."""
+    own = MEMORY if MEMORY.is_dir() else GROUPS
+    group = own / f"meshloom-test-{os.getpid()}"
+    limit = "memory.limit_in_bytes" if own == MEMORY else "memory.max"
+    try:
+        group.mkdir()
+        (group / limit).write_text(str(1 << 29))
+    except OSError as error:
+        pytest.skip(f"no control group can be made that limits memory: {error}")
+    yield group
+    # The process that ranks are forked from waits a while for the next agent.
+    for pid in (group / "cgroup.procs").read_text().split():
+        os.kill(int(pid), signal.SIGKILL)
+    until(lambda: not (group / "cgroup.procs").read_text())
+    group.rmdir()
+
+
+def test_a_rank_that_the_kernel_really_killed_for_memory_is_told_as_such_and_its_node_goes_on(
+    small_group: Path, agent: AgentProcess, controller: Controller
+) -> None:
+    until(agent.marked)
+    for pid in (agent.process.pid, agent.template().pid, agent.warm().pid):
+        (small_group / "cgroup.procs").write_text(str(pid))
+    controller.send(launch(1, 2, FOREVER, pause_s=0.01, then="fill memory"))
+    fact = ended(controller)
+    (killed,) = [exit_ for exit_ in fact.exits if exit_.rank == 1]
+    assert killed.signal == signal.SIGKILL
+    words = "ended by SIGKILL: the kernel killed it, because the node was out of memory"
+    assert (killed.error or "").startswith(words)
+    life = {NODE: "life"}
+    attempt = Attempt(
+        fence=1, world_size=2, incarnations=life, started_ms=1, oom_kills=fact.oom_kills
+    )
+    failure = Failure(rank=1, node_id=NODE, signal=killed.signal, error=killed.error)
+    assert classify(attempt, failure) is FailureClass.OUT_OF_MEMORY
+    controller.open_job(fence=2)
+    controller.send(launch(2, 2, FOREVER, pause_s=0.01))
+    controller.fact(GangProgressed, lambda fact: fact.fence == 2)
+    assert agent.process.poll() is None
 
 
 def test_kills_are_counted_by_the_control_group_or_else_by_the_machine(tmp_path: Path) -> None:

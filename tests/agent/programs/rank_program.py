@@ -127,6 +127,7 @@ def _raises_what_is_no_text() -> None:
 
 _FAILURES: Final = {
     "take memory": lambda: bytearray(1 << 33),
+    "fill memory": lambda: b"\1" * (3 << 30),
     "abort for memory": _aborts,
     "lose a thread": _loses_a_thread,
     "hide a refusal": _hides_a_refusal,
