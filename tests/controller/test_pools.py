@@ -15,14 +15,23 @@ from services.controller.api.monitoring import Monitor
 from services.controller.domain.decisions.dispatch import first_decision
 from services.controller.domain.errors import InvalidRequestError
 from services.controller.domain.job.events import CancelAsked
-from services.controller.domain.scheduling.placement import GangRequest, NotNow
+from services.controller.domain.scheduling.placement import (
+    GangRequest,
+    Never,
+    NodeUsage,
+    NotNow,
+    Placed,
+    place,
+)
+from services.controller.domain.scheduling.queue import Turn, Waiting
 from services.controller.domain.scheduling.reservations import Fit, Reservation, Sighting
 from services.controller.loops.pools import keep_pool
 from services.controller.ports.jobs import Actor
 from services.controller.ports.pools import AgentProcess, RunnablePool
+from services.controller.use_cases.provision import wants_of
 from services.controller.use_cases.queue import get_queue, list_pools
 from services.controller.use_cases.submit import Drafting, draft_job
-from tests.controller.histories import spec
+from tests.controller.histories import new_job, node, spec
 from tests.controller.virtual_pool import PooledCluster, VirtualPool, limits
 
 DEPLOY = Path(__file__).parents[2] / "deploy"
@@ -429,6 +438,27 @@ def test_a_job_is_refused_only_if_no_pool_could_take_it() -> None:
             await draft_job(cluster.ports, spec(resources={"ranks": 12}, plan="default"), drafting)
 
     play(PooledCluster({"a": 1}, limits()), course)
+
+
+def test_jobs_that_ask_for_the_same_are_tried_on_the_nodes_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Thousands may wait for a hundred nodes, and the event loop waits for that."""
+    tried: list[GangRequest] = []
+
+    def counted(gang: GangRequest, usages: Sequence[NodeUsage]) -> Placed | NotNow | Never:
+        tried.append(gang)
+        return place(gang, usages)
+
+    monkeypatch.setattr("services.controller.use_cases.provision.place", counted)
+    jobs = [
+        new_job(resources={"ranks": ranks}).model_copy(update={"id": f"job_{number:026}"})
+        for number, ranks in enumerate([4] * 20 + [1] * 20 + [6] * 20)
+    ]
+    turns = [Turn(job, Waiting("it waits")) for job in jobs]
+    wants = wants_of(jobs, turns, [NodeUsage(node("a", slots=2))])
+    assert [want.job_id for want in wants] == [job.id for job in (*jobs[:20], *jobs[40:])]
+    assert [gang.ranks for gang in tried] == [4, 1, 6]
 
 
 def test_a_job_whose_layout_is_open_gets_a_node_on_which_it_can_be_planned() -> None:

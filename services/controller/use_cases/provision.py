@@ -65,11 +65,16 @@ def wants_of(
     wait for their turn. A job whose layout is open needs any node on which its model can be profiled.
     """
     wants: list[Want] = []
+    # Of thousands that wait, few differ in what they ask for.
+    would_fit: dict[GangRequest, bool] = {}
     for turn in turns:
         gang = gang_request_of(turn.job)
-        if isinstance(turn.outcome, Placed | Preempt) or isinstance(place(gang, usages), Placed):
+        if isinstance(turn.outcome, Placed | Preempt):
             continue
-        wants.append(Want(turn.job.id, gang))
+        if gang not in would_fit:
+            would_fit[gang] = isinstance(place(gang, usages), Placed)
+        if not would_fit[gang]:
+            wants.append(Want(turn.job.id, gang))
     for job in jobs:
         if job.planning is not None and job.state in WAITING_STATES:
             probe = GangRequest(1, job.spec.resources.device)

@@ -244,8 +244,10 @@ def requests(wants: Iterable[Want], moment: Moment, new_id: str) -> tuple[Reserv
             fit = pool.fit(want.gang)
             if fit is None or moment.now_ms < moment.refused.get((pool.name, want.job_id), 0):
                 continue
+            if pool.name in full:
+                continue
             free = [node_id for node_id in pool.node_ids if node_id not in taken]
-            if pool.name in full or len(free) < fit.nodes:
+            if len(free) < fit.nodes:
                 full.add(pool.name)
                 continue
             taken.update(free[: fit.nodes])
