@@ -29,7 +29,9 @@ async def estimate(ports: Ports, jobs: Sequence[Job], now_ms: int) -> dict[str, 
     tried = [job for job in jobs if job.attempts]
     # Not from the ranks' samples, too: those of thousands of ranks take a second to read, and are at most
     # a step ahead.
-    records = await if_it_answers(ports.telemetry.recent_steps([job.id for job in tried], _STEPS_READ))
+    records = await if_it_answers(
+        ports.telemetry.recent_steps([job.id for job in tried], _STEPS_READ)
+    )
     found = {job.id: remaining_ms(job, records.get(job.id, ()), now_ms) for job in tried}
     return {name: remaining for name, remaining in found.items() if remaining is not None}
 

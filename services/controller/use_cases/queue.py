@@ -36,9 +36,8 @@ _ENDED_SHOWN: Final = 5
 
 async def get_queue(ports: Ports) -> QueueView:
     """Who waits, in which order, why, and behind whom."""
-    now_ms = await ports.clock.now_ms()
     jobs = [stored.job for stored in await ports.jobs.active()]
-    known = await turns_now(ports, jobs, now_ms)
+    known = await turns_now(ports, jobs)
     coming = await reservations_now(ports)
     numbered = in_turns(enumerate(in_order(jobs), 1))
     items = [_entry(number, job, known.get(job.id), coming) async for number, job in numbered]

@@ -56,7 +56,7 @@ async def survey(
     return await asyncio.to_thread(Survey.of, snapshot, outlook, now_ms)
 
 
-async def turns_now(ports: Ports, active: Sequence[Job], now_ms: int) -> Mapping[str, Turn]:
+async def turns_now(ports: Ports, active: Sequence[Job]) -> Mapping[str, Turn]:
     """What is to become of each job that has a turn now, by id; ``active``: all active jobs.
 
     All who ask at once are answered by one survey.
@@ -66,6 +66,7 @@ async def turns_now(ports: Ports, active: Sequence[Job], now_ms: int) -> Mapping
     reserved = reserved_nodes(await reservations_now(ports))
     snapshot = Snapshot(tuple(active), tuple(nodes), leases, reserved)
     async with ports.surveyed.lock:
+        now_ms = await ports.clock.now_ms()
         ports.surveyed.last = await survey(ports, snapshot, now_ms, ports.surveyed.last)
         return ports.surveyed.last.turns
 
@@ -82,7 +83,7 @@ async def with_reasons(ports: Ports, jobs: Sequence[Job]) -> list[Job]:
     with contextlib.suppress(StoreUnavailableError):
         active = [stored.job for stored in await ports.jobs.active()]
         coming = await reservations_now(ports)
-        found = await turns_now(ports, active, await ports.clock.now_ms())
+        found = await turns_now(ports, active)
     return [_saying(job, found.get(job.id), coming) if _has_turn(job) else job for job in jobs]
 
 
