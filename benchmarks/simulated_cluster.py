@@ -104,8 +104,8 @@ class SimulatedCluster:
 
     async def _add_nodes(self, epoch: int, running: int) -> None:
         slots = -(-self._ranks // NODES_A_JOB)
-        nodes = [_node(name, slots) for name in _node_names(running)]
-        nodes.append(_node(SPARE_NODE, 64))
+        nodes = [simulated_node(name, slots) for name in _node_names(running)]
+        nodes.append(simulated_node(SPARE_NODE, 64))
         for node in nodes:
             await self._ports.nodes.put(node, epoch, None)
             self._redis.set(keys.node_lease(node.id), _LIFE, px=_LEASE_MS)
@@ -202,7 +202,7 @@ def _trained(job: Job, names: Sequence[str], now_ms: int) -> Job:
     ranks = job.spec.worlds[0]
     placed = place(
         GangRequest.of(job.spec),
-        [NodeUsage(_node(name, -(-ranks // len(names)))) for name in names],
+        [NodeUsage(simulated_node(name, -(-ranks // len(names)))) for name in names],
     )
     if not isinstance(placed, Placed):
         raise TypeError(f"the benchmark's nodes do not hold its job: {placed.reason}")
@@ -279,7 +279,8 @@ def _pairs(names: Sequence[str]) -> Iterable[Sequence[str]]:
     return (names[n : n + NODES_A_JOB] for n in range(0, len(names), NODES_A_JOB))
 
 
-def _node(name: str, slots: int) -> Node:
+def simulated_node(name: str, slots: int) -> Node:
+    """A node that is ready, with so many CPU slots."""
     inventory = Inventory(hostname=name, cpu_slots=slots, cpu_count=slots, memory_bytes=1 << 40)
     return Node(
         id=name,
