@@ -3,6 +3,12 @@
 import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import chain, count
+from math import isqrt
+from typing import Final
+
+# The largest batch of a spec has a smaller root.
+_END_OF_SMALL: Final = 1 << 15
 
 
 @dataclass(frozen=True)
@@ -22,20 +28,47 @@ class Share:
     micro: int | None
 
 
-@functools.lru_cache(maxsize=1024)
 def possible_worlds(share: Share, least: int, most: int) -> Sequence[int]:
     """The numbers of ranks from ``least`` to ``most`` that share a step out evenly, ascending."""
-    first = -(-least // share.copy) * share.copy
-    if share.batch is None:  # there may be 65 536 of them, and a thousand such answers are kept
+    if share.batch is None:
+        first = -(-least // share.copy) * share.copy
         return range(first, most + 1, share.copy)
-    last = min(most, share.batch * share.tp)
+    # With so many copies each rank has whole passes: they divide the passes of a step that all ranks make at once.
+    passes, rest = divmod(share.batch, (share.micro or 1) * (share.copy // share.tp))
+    if rest:
+        return ()
     return tuple(
-        n
-        for n in range(first, last + 1, share.copy)
-        if _is_even(share.batch, share.micro, n // share.tp)
+        copies * share.copy for copies in _divisors(passes) if least <= copies * share.copy <= most
     )
 
 
-def _is_even(batch: int, micro: int | None, data_ranks: int) -> bool:
-    each, rest = divmod(batch, data_ranks)
-    return rest == 0 and (micro is None or each % micro == 0)
+# Asked of each job that waits, of which there are thousands, each with a batch of its own: neither all numbers
+# of ranks nor all numbers below a root are tried.
+@functools.lru_cache(maxsize=1024)
+def _divisors(number: int) -> Sequence[int]:
+    """All of them, ascending."""
+    found, rest = [1], number
+    for prime in chain(_small_primes(), count(_END_OF_SMALL + 1, 2)):
+        if prime * prime > rest:
+            break
+        found, rest = _with_powers(found, prime, rest)
+    if rest > 1:
+        found, _ = _with_powers(found, rest, rest)
+    return tuple(sorted(found))
+
+
+def _with_powers(found: list[int], prime: int, rest: int) -> tuple[list[int], int]:
+    """The divisors with each power of ``prime`` that goes into ``rest``, and ``rest`` without them."""
+    power, made = 1, list(found)
+    while rest % prime == 0:
+        rest, power = rest // prime, power * prime
+        made += [each * power for each in found]
+    return made, rest
+
+
+@functools.cache
+def _small_primes() -> Sequence[int]:
+    is_prime = bytearray([1]) * _END_OF_SMALL
+    for each in range(2, isqrt(_END_OF_SMALL) + 1):
+        is_prime[each * each :: each] = bytes(len(range(each * each, _END_OF_SMALL, each)))
+    return [each for each in range(2, _END_OF_SMALL) if is_prime[each]]
