@@ -1,6 +1,6 @@
 """Every fault of a spec is told at once, in words for people, and with what was meant."""
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import pytest
@@ -13,6 +13,9 @@ from services.contract.api.pointers import faults_of
 from services.contract.api.spec_faults import hidden_faults
 from services.contract.jobs.specs import JobSpec
 from services.contract.jobs.traces import TraceRequest
+from services.contract.words.error_values import did_you_mean
+from services.contract.words.problems import MOST_FAULTS
+from services.controller.domain.job.support import unsupported
 
 GOOD: dict[str, Any] = {
     "name": "good",
@@ -142,3 +145,23 @@ def _patterns(schema: object) -> Iterator[str]:
     elif isinstance(schema, list):
         for each in schema:
             yield from _patterns(each)
+
+
+def test_of_ever_so_many_arguments_that_a_built_in_lacks_only_those_that_are_listed_are_looked_at(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    asked: list[str] = []
+
+    def counted(word: str, known: Iterable[str]) -> str:
+        asked.append(word)
+        return did_you_mean(word, known)
+
+    monkeypatch.setattr("services.contract.jobs.built_ins.did_you_mean", counted)
+    body = {
+        "model": {"factory": "decoder", "args": {f"a{number}": 0 for number in range(4_000)}},
+        "data": {"factory": "stdlib_bytes"},
+        "train": {"steps": 1},
+    }
+    faults = [*unsupported(JobSpec.model_validate(body)), *hidden_faults(body, ())]
+    assert faults[-1].code == "more_faults"
+    assert len(asked) < 3 * MOST_FAULTS

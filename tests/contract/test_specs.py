@@ -156,7 +156,11 @@ def nested(levels: int) -> dict[str, Any]:
         ({"faults": {"hang_timeout_s": 0}}, ("faults", "hang_timeout_s"), "greater_"),
         ({"mesh": {"dp_shard": 10**400}}, ("mesh", "dp_shard"), "less_"),
         ({"model": {"factory": "m", "args": {"x": "\ud800" * 30_000}}}, (), "spec_too_large"),
-        ({"model": {"factory": "m", "args": {"x": [0] * 70_000}}}, ("model", "args"), "too_long"),
+        (
+            {"model": {"factory": "m", "args": {"x": [0] * 70_000}}},
+            ("model", "args"),
+            "too_many_values",
+        ),
     ],
 )
 def test_what_no_reader_could_bear_is_refused_at_its_place(

@@ -15,8 +15,7 @@ from services.contract.words.states import JobState
 from services.controller.adapters.memory import memory_ports
 from services.controller.adapters.memory.server import MemoryServer
 from services.controller.adapters.redis.job_rows import KnownRows, Row, read_row
-from services.controller.api import middleware
-from services.controller.api.concurrency import Shares, Turns
+from services.controller.api.concurrency import ParsingRounds, Shares, Turns
 from services.controller.api.middleware import BodyLimit
 from services.controller.api.monitoring import Monitor
 from services.controller.api.sse import StreamSlots
@@ -135,37 +134,75 @@ async def test_a_subject_has_no_more_than_its_share_of_the_connections(
     assert ("mia", 200) in answers
 
 
-async def test_large_bodies_take_turns_by_subject_and_few_of_one_wait(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(middleware, "_TURN_S", 0)
+def _sends(body: bytes) -> Receive:
+    async def receive() -> Message:
+        return {"type": "http.request", "body": body, "more_body": False}
+
+    return receive
+
+
+def _asks(subject: str) -> Scope:
+    asks = Principal(subject=subject, scope=TokenScope.SUBMITTER)
+    state = {"principal": asks, "request_id": "r"}
+    return {"type": "http", "method": "POST", "path": "/", "headers": [], "state": state}
+
+
+async def test_bodies_are_parsed_by_turns_and_few_large_ones_of_a_subject_are_held() -> None:
     served, refused = list[str](), list[int]()
 
-    async def app(scope: Scope, _receive: Receive, send: Send) -> None:
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        await receive()
         served.append(scope["state"]["principal"].subject)
         await send({"type": "http.response.start", "status": 200, "headers": []})
 
     limit = BodyLimit(app)
 
-    async def ask(subject: str) -> None:
-        async def body() -> Message:
-            return {"type": "http.request", "body": bytes(20_000), "more_body": False}
-
-        async def note(message: Message) -> None:
-            if message.get("status") == 429:
-                refused.append(429)
-
-        asks = Principal(subject=subject, scope=TokenScope.SUBMITTER)
-        state = {"principal": asks, "request_id": "r"}
-        scope = {"type": "http", "method": "POST", "path": "/", "headers": [], "state": state}
-        await limit(scope, body, note)
+    async def note(message: Message) -> None:
+        if message.get("status") == 429:
+            refused.append(429)
 
     async with asyncio.TaskGroup() as group:
         for subject in ["max"] * 100 + ["mia"]:
-            group.create_task(ask(subject))
+            group.create_task(limit(_asks(subject), _sends(bytes(20_000)), note))
     assert served.count("max") == 32
     assert len(refused) == 68
     assert "mia" in served[:3]
+
+
+@pytest.mark.parametrize("size", [100, 16_000, 262_000])
+async def test_no_two_bodies_are_parsed_in_one_round_of_the_loop(size: int) -> None:
+    """Whoever sent them: those of many subjects together cost a controller its lead."""
+    rounds, seen = 0, list[int]()
+
+    async def app(_scope: Scope, receive: Receive, _send: Send) -> None:
+        await receive()
+        seen.append(rounds)
+
+    async def go_round() -> None:
+        nonlocal rounds
+        while len(seen) < 24:
+            rounds += 1
+            await asyncio.sleep(0)
+
+    limit = BodyLimit(app)
+    asked = [limit(_asks(f"s{n % 8}"), _sends(bytes(size)), _nowhere) for n in range(24)]
+    await asyncio.gather(go_round(), *asked)
+    assert seen == sorted(set(seen))
+
+
+async def test_after_a_body_the_loop_is_others_for_as_long_as_it_took() -> None:
+    rounds, loop, moments = ParsingRounds(), asyncio.get_running_loop(), list[float]()
+
+    async def parse(subject: str) -> None:
+        await rounds.begin(subject)
+        moments.append(loop.time())
+        while loop.time() < moments[-1] + 0.01:
+            pass
+        moments.append(loop.time())
+
+    await asyncio.gather(parse("max"), parse("mia"))
+    began, ended, began_next, _ = moments
+    assert began_next - ended >= (ended - began) * 0.99
 
 
 async def _nothing() -> Message:

@@ -6,6 +6,7 @@ ranks) and what the names of built-ins mean is only looked at once they are righ
 
 import copy
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import chain
 from typing import Any, Final
 
 from pydantic import ValidationError
@@ -41,8 +42,8 @@ def hidden_faults(body: object, found: Sequence[Fault]) -> list[Fault]:
         if not new:
             break
         every += new
-    every += [fault for fault in _misused(body) if not _is_known(fault, every)]
-    return first_faults(every)[len(found) :]
+    misused = (fault for fault in _misused(body) if not _is_known(fault, every))
+    return first_faults(chain(every, misused))[len(found) :]
 
 
 def _found_without(body: dict[str, Any], faults: Sequence[Fault]) -> list[Fault]:

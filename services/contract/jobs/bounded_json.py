@@ -35,7 +35,7 @@ def _faults(root: object) -> Iterator[InitErrorDetails]:
         place, value = todo.pop()
         seen += 1
         if seen > _MAX_VALUES:
-            yield _fault((), "too_long", f"more than {_MAX_VALUES} values")
+            yield _fault((), "too_many_values", f"more than {_MAX_VALUES} values")
             return
         if len(place) >= MAX_DEPTH and isinstance(value, dict | list | tuple):
             yield _fault(place[:1], "nested_too_deep", f"nested deeper than {MAX_DEPTH} levels")

@@ -96,3 +96,26 @@ class Turns:
             self._asking[subject] -= 1
             if not self._asking[subject]:
                 del self._asking[subject], self._own[subject]
+
+
+class ParsingRounds:
+    """Bodies are parsed one at a time, and after each one the loop is others' for as long as it took.
+
+    To parse and judge a body is one step of the loop, of up to a third of a second for the largest ones.
+    """
+
+    def __init__(self) -> None:
+        self._turns = Turns()
+        self._free_from = 0.0
+
+    async def begin(self, subject: str) -> None:
+        """Wait for the turn of this subject's body: who asked parses it before it awaits anything else."""
+        loop = asyncio.get_running_loop()
+        async with self._turns.of(subject):
+            await asyncio.sleep(max(0.0, self._free_from - loop.time()))
+            # In the queue of the loop this is before the next one whose turn it is.
+            loop.call_soon(self._parsed, loop.time())
+
+    def _parsed(self, began: float) -> None:
+        now = asyncio.get_running_loop().time()
+        self._free_from = now + (now - began)

@@ -1,6 +1,5 @@
 """What every request passes through: its id, its line in the log, its size limit."""
 
-import asyncio
 import re
 import secrets
 import time
@@ -12,7 +11,7 @@ import structlog
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from services.controller.api.concurrency import Turns
+from services.controller.api.concurrency import ParsingRounds
 from services.controller.api.monitoring import Monitor
 from services.controller.api.problems import problem_response
 from services.controller.api.rates import Buckets
@@ -25,8 +24,7 @@ MAX_BODY_BYTES: Final = 1 << 18
 # closes, the kernel shows a reset in place of the answer.
 _READ_AT_MOST: Final = 1 << 21
 _LARGE_BODY_BYTES: Final = 1 << 14
-_TURN_S: Final = 0.05
-_MOST_WAITING: Final = 32
+_MOST_LARGE: Final = 32
 # No browser takes an answer for a script or a page, nor hands it to a page of another origin.
 _ALWAYS: Final = {
     "X-Content-Type-Options": "nosniff",
@@ -105,14 +103,14 @@ class Framing:
 class BodyLimit:
     """ASGI middleware: refuses bodies above 256 KiB, announced or not, other than of code.
 
-    Large ones take turns, 20 a second, those of one subject after another's; 32 of one may wait. To parse and judge one takes up to a tenth of a second, and the
-    loop that does so also renews the lead: many that come together must not keep it from that.
+    The application gets them one at a time, those of one subject after another's: many that come together, of one
+    or several subjects, must not keep the loop from renewing the lead. Of one subject 32 large ones are held.
     """
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
-        self._turns = Turns()
-        self._waiting: Counter[str] = Counter()
+        self._rounds = ParsingRounds()
+        self._large: Counter[str] = Counter()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Read the body up to the limit and pass it on, or refuse it."""
@@ -140,38 +138,34 @@ class BodyLimit:
             )
             await refusal(scope, receive, send)
             return
-        if len(body) > _LARGE_BODY_BYTES:
-            asks = scope.get("state", {}).get("principal")
-            subject = "" if asks is None else asks.subject
-            if self._waiting[subject] >= _MOST_WAITING:
-                answer = problem_response(
-                    HTTPStatus.TOO_MANY_REQUESTS,
-                    f"{_MOST_WAITING} large bodies of {subject} wait for their turn; retry in a moment",
-                    headers={"Retry-After": "1"},
-                    scope=scope,
-                )
-                await answer(scope, receive, send)
-                return
-            await self._take_turn(subject)
-        await self._app(scope, _replayed(bytes(body), receive), send)
-
-    async def _take_turn(self, subject: str) -> None:
-        self._waiting[subject] += 1
+        asks = scope.get("state", {}).get("principal")
+        subject = "" if asks is None else asks.subject
+        is_large = len(body) > _LARGE_BODY_BYTES
+        if is_large and self._large[subject] >= _MOST_LARGE:
+            answer = problem_response(
+                HTTPStatus.TOO_MANY_REQUESTS,
+                f"{_MOST_LARGE} large bodies of {subject} wait for their turn; retry in a moment",
+                headers={"Retry-After": "1"},
+                scope=scope,
+            )
+            await answer(scope, receive, send)
+            return
+        self._large[subject] += is_large
         try:
-            async with self._turns.of(subject):
-                await asyncio.sleep(_TURN_S)
+            await self._app(scope, self._in_turn(bytes(body), subject, receive), send)
         finally:
-            self._waiting[subject] -= 1
-            self._waiting += Counter()  # forgets subjects of which none waits
+            self._large[subject] -= is_large
+            self._large += Counter()  # forgets subjects that have none
 
+    def _in_turn(self, body: bytes, subject: str, receive: Receive) -> Receive:
+        """The body that was read, once, when it may be parsed; then whatever the server says next."""
+        pending = [body]
 
-def _replayed(body: bytes, receive: Receive) -> Receive:
-    """The body that was read, once; then whatever the server says next."""
-    pending = [body]
-
-    async def replay() -> Message:
-        if pending:
+        async def replay() -> Message:
+            if not pending:
+                return await receive()
+            if body:
+                await self._rounds.begin(subject)
             return {"type": "http.request", "body": pending.pop(), "more_body": False}
-        return await receive()
 
-    return replay
+        return replay

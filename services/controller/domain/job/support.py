@@ -1,13 +1,14 @@
 """What a spec can say and this version cannot do: refused, for a request must not be passed over."""
 
 from collections.abc import Sequence
+from itertools import islice
 
 from services.contract.api.pointers import pointer_of
 from services.contract.jobs.built_ins import misuse
 from services.contract.jobs.entry_points import factories_of
 from services.contract.jobs.spec_parts import Factory
 from services.contract.jobs.specs import JobSpec
-from services.contract.words.problems import Fault
+from services.contract.words.problems import MOST_FAULTS, Fault
 
 _NOT_YET = "not_supported_yet"
 
@@ -28,7 +29,7 @@ def _unknown(field: str, used: Factory) -> list[Fault]:
     at = f"/{field.replace('.', '/')}"
     return [
         _not_yet(at + pointer_of(place), why)
-        for place, why in misuse(field, used.factory, used.args)
+        for place, why in islice(misuse(field, used.factory, used.args), MOST_FAULTS + 1)
     ]
 
 
