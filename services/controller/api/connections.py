@@ -24,12 +24,12 @@ _TOO_MANY_LINES: Final = b"HTTP/1.1 431 Request Header Fields Too Large\r\nConte
 _MOST_LINES: Final = 100
 # As h11 looks for it.
 _END_OF_HEAD: Final = re.compile(rb"\n\r?\n")
-# So much is read at a time: chunks of one byte take a tenth of a second to parse in the 256 KiB that
-# asyncio reads, and many clients that send such would keep the loop from renewing the lead.
-_READ_BYTES: Final = 4_096
-# Of a body in chunks: what is not its content, and all that comes once the answer is out. As small
-# chunks, so much takes a third of a second to parse.
-_MOST_FRAMING_BYTES: Final = 1 << 17
+# So much is read at a time: that many bytes of chunks of one byte take a thousandth of a second to parse, and each of
+# 512 connections may have such in one round of the loop, which also renews the lead.
+_READ_BYTES: Final = 1_024
+# Of a body in chunks: what is not its content, and all that comes once the answer is out. As small chunks, so much
+# takes a thirtieth of a second to parse. The largest archive of code in chunks of 4 KiB needs less.
+_MOST_FRAMING_BYTES: Final = 1 << 15
 
 
 @dataclass(frozen=True)
