@@ -19,7 +19,7 @@ import structlog
 import uvicorn
 from pydantic import ValidationError
 
-from services.contract.system.own_process import set_up_process
+from services.contract.system.own_process import give_large_blocks_back, set_up_process
 from services.contract.system.short_collections import keep_collections_short
 from services.controller.adapters.http.webhooks import HttpWebhooks
 from services.controller.adapters.pools.pools_file import PoolsFileError
@@ -93,6 +93,7 @@ def main() -> None:
     """Run until a signal comes."""
     set_up_process(holds_secrets=True)
     keep_collections_short()
+    give_large_blocks_back()
     try:
         settings = Settings()
     except ValidationError as error:

@@ -27,6 +27,30 @@ import pathlib, sys
 print("of the operator" in pathlib.Path("/proc", sys.argv[1], "environ").read_text())
 """
 
+KEEPER = """
+from pathlib import Path
+from services.contract.system.own_process import give_large_blocks_back
+give_large_blocks_back()
+def resident():
+    return int(Path("/proc/self/statm").read_text().split()[1]) * 4096
+before = resident()
+large = bytearray(b"x") * (20 << 20)  # what is freed raises the C library's threshold to its size
+del large
+answers, kept = [], []
+for _ in range(10):
+    answers.append(bytearray(b"x") * (10 << 20))
+    kept.append(bytes(100_000))
+del answers
+print(resident() - before)
+"""
+
+
+def test_memory_of_large_answers_is_the_systems_again_once_they_are_gone() -> None:
+    ended = subprocess.run(
+        [sys.executable, "-c", KEEPER], env=child_environment(), capture_output=True, check=True
+    )
+    assert int(ended.stdout) < 20 << 20
+
 
 @pytest.mark.parametrize("hidden", ["False", "True"])
 def test_the_environment_of_a_process_that_holds_secrets_cannot_be_read_by_its_own_user(

@@ -237,6 +237,31 @@ async def test_who_does_not_read_the_answer_is_let_go() -> None:
 
 
 @pytest.mark.anyio
+async def test_unread_answers_of_all_together_are_bounded_and_who_reads_gets_the_whole() -> None:
+    most = 2 << 20
+    async with served(ConnectionLimits(unread_bytes=most)) as server:
+
+        def unread() -> int:
+            kinds = server.state.connections
+            return sum(each.transport.get_write_buffer_size() for each in kinds)
+
+        with contextlib.ExitStack() as stack:
+            for _ in range(40):
+                client = stack.enter_context(socket.create_connection(server.address))
+                client.send(b"GET / HTTP/1.1\r\nHost: x\r\n\r\n")
+            await sooner_or_later(lambda: len(server.state.connections) == 40)
+            await sooner_or_later(lambda: len(server.state.connections) < 40)
+            reader, writer = await asyncio.open_connection(*server.address, limit=1 << 20)
+            writer.write(b"GET / HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n")
+            read = 0
+            while part := await reader.read(1 << 20):
+                read += len(part)
+                assert unread() <= most + (1 << 20)
+            assert read > 100 << 20
+            writer.close()
+
+
+@pytest.mark.anyio
 async def test_who_reads_slowly_is_waited_for() -> None:
     async with served(ConnectionLimits(request_s=0.5)) as server:
         reader, writer = await asyncio.open_connection(*server.address, limit=1 << 16)

@@ -14,6 +14,8 @@ from collections.abc import Callable
 from typing import Any, Final
 
 _PR_SET_DUMPABLE: Final = 4
+_M_MMAP_THRESHOLD: Final = -3
+_LARGE_BLOCK_BYTES: Final = 1 << 17
 _PRIVATE: Final = 0o077
 _LONGEST_LINE: Final = 1 << 16
 
@@ -41,6 +43,16 @@ def hide_process() -> None:
     Those with CAP_SYS_PTRACE can still read them. Children that call exec are readable again.
     """
     ctypes.CDLL(None).prctl(_PR_SET_DUMPABLE, 0, 0, 0, 0)
+
+
+def give_large_blocks_back() -> None:
+    """Have memory of more than 128 KiB a block return to the system once it is free.
+
+    The C library raises that threshold with what is freed, up to 32 MiB: then large answers of one moment stay.
+    """
+    library = ctypes.CDLL(None)
+    if hasattr(library, "mallopt"):  # musl has none, and no such threshold
+        library.mallopt(_M_MMAP_THRESHOLD, _LARGE_BLOCK_BYTES)
 
 
 class LossyOutput(io.RawIOBase):

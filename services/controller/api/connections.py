@@ -38,11 +38,12 @@ class ConnectionLimits:
 
     ``request_s``: from a connection's beginning, and on a kept one from a request's first byte, until
     head and body are there; and how long a client may leave an answer unread. ``open_at_once``: of
-    all clients together.
+    all clients together. ``unread_bytes``: of all answers together that clients have not read yet.
     """
 
     request_s: float = 30.0
     open_at_once: int = 512
+    unread_bytes: int = 1 << 28
 
 
 class BoundedProtocol(H11Protocol):
@@ -180,6 +181,19 @@ class BoundedProtocol(H11Protocol):
         """The client does not read what it is sent."""
         super().pause_writing()
         self._stalled = self.loop.call_later(self.limits.request_s, self.transport.abort)
+        self._end_stalled()
+
+    def _end_stalled(self) -> None:
+        """End the connections that have not been read for longest, until what is unread of all is within its limit."""
+        others = (c for c in self.connections if isinstance(c, BoundedProtocol))
+        stalled = [(c._stalled.when(), id(c), c) for c in others if c._stalled is not None]  # noqa: SLF001 its own class
+        sizes = {place: c.transport.get_write_buffer_size() for _, place, c in stalled}
+        unread = sum(sizes.values())
+        for _, place, each in sorted(stalled):
+            if unread <= self.limits.unread_bytes:
+                break
+            unread -= sizes[place]
+            each.transport.abort()
 
     def resume_writing(self) -> None:
         """It reads again."""
