@@ -252,17 +252,25 @@ class Settings(RedisSettings):
 
 
 def _refuse_guessable(variable: str, token: str, why: str = "") -> None:
-    """Refuse a secret with fewer random bits than 128, if all of its characters were random."""
+    """Refuse a secret with fewer random bits than 128, if all characters that repeat no others were random."""
     used = set(token)
     alphabet = 64
     if used <= set(string.hexdigits):
         alphabet = 10 if used <= set(string.digits) else 16
-    bits = int(len(token) * math.log2(alphabet))
+    own = _own_characters(token)
+    bits = int(own * math.log2(alphabet))
     if bits < _MIN_TOKEN_BITS or len(used) < _MIN_TOKEN_LETTERS:
+        repeats = f", which repeat the first {own}" if own < len(token) else ""
         raise ValueError(
-            f"{variable} can be guessed: it has {len(token)} characters, at most {bits} random "
+            f"{variable} can be guessed: it has {len(token)} characters{repeats}, at most {bits} random "
             f"bits{why}; take one of at least {_MIN_TOKEN_BITS} bits, such as `openssl rand -hex 32` makes"
         )
+
+
+def _own_characters(token: str) -> int:
+    """How many characters a secret has, not counting those that only repeat its beginning again and again."""
+    half = len(token) // 2
+    return next((n for n in range(1, half + 1) if token[n:] == token[:-n]), len(token))
 
 
 class AclSettings(BaseSettings):

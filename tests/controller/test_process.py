@@ -101,7 +101,8 @@ def test_a_controller_that_others_can_reach_wants_a_token() -> None:
 
 @pytest.mark.parametrize("make", [secrets.token_hex, secrets.token_urlsafe])
 def test_128_random_bits_are_enough_of_a_token(make: Callable[[int], str]) -> None:
-    settings = {"redis_url": "redis://x", "host": "meshloom.example", "token": make(16)}
+    token = make(16)
+    settings = {"redis_url": "redis://x", "host": "meshloom.example", "token": token + token[:1]}
     assert Settings.model_validate(settings).token is not None
     assert Settings.model_validate(settings | {"host": "127.0.0.1", "token": "a"}).is_loopback
 
@@ -114,6 +115,10 @@ def test_128_random_bits_are_enough_of_a_token(make: Callable[[int], str]) -> No
         ({"host": "0.0.0.0", "token": "a"}, "128 bits"),  # noqa: S104 refused
         ({"host": "::", "token": "0123456789abcdef" + "0123456789abcd"}, "128 bits"),
         ({"host": "0.0.0.0", "token": "a" * 100}, "openssl"),  # noqa: S104 refused
+        ({"host": "0.0.0.0", "token": "0123456789" * 8}, "repeat the first 10, at most 33"),  # noqa: S104 refused
+        ({"host": "::", "token": ("correct-horse" * 4)[:-3]}, "repeat the first 13, at most 78"),
+        ({"host": "::", "token": "0123456789abcdef" * 2}, "repeat the first 16, at most 64"),
+        ({"telemetry_secret": "abcdefghij" * 9}, "MESHLOOM_TELEMETRY_SECRET can be guessed"),
         ({"telemetry_secret": "0" * 64}, "MESHLOOM_TELEMETRY_SECRET can be guessed"),
         ({"telemetry_secret": ""}, "MESHLOOM_TELEMETRY_SECRET"),
         ({"port": "high"}, "MESHLOOM_PORT"),
