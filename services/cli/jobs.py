@@ -1,5 +1,6 @@
 """Commands that show a job, and those that make or delete one of another."""
 
+from textwrap import indent
 from typing import Annotated, Final
 
 import typer
@@ -134,7 +135,7 @@ def diagnose(
     console.print(tables.diagnosis_details(found, _place_of(view, found)))
     if stacks:
         for entry in found.stacks:
-            console.print(f"\nrank {entry.rank} on {entry.node_id}\n{entry.text}")
+            console.print(f"\nrank {entry.rank} on {entry.node_id}\n{indent(entry.text, '  ')}")
 
 
 def _place_of(job: JobView, found: DiagnosisView) -> str | None:

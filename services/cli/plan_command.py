@@ -1,6 +1,7 @@
 """``meshloom plan``: what a job will need, before anything is allocated."""
 
 from pathlib import Path
+from textwrap import indent
 from typing import Annotated, Any, Final
 
 import typer
@@ -107,7 +108,7 @@ def show(made: PlanView) -> None:
     for part in plan_parts(made):
         console.print(part)
     if made.failure is not None and made.failure.traceback:
-        console.print(own_frames(made.failure.traceback))
+        console.print(indent(own_frames(made.failure.traceback), "  "))
 
 
 def leave_unless_feasible(made: PlanView) -> None:

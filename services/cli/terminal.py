@@ -1,7 +1,8 @@
 r"""What the command line writes: data are shown as data, whatever they hold.
 
 Names, errors and log lines come from jobs and from whoever reaches the controller. Brackets in them are
-no markup, and a control character, which a terminal would obey, is shown as an escape (``\x1b``).
+no markup, and a control character, which a terminal would obey, is shown as an escape (``\x1b``). Where a text has
+several lines, only the first stands where our own words begin.
 """
 
 import re
@@ -16,12 +17,21 @@ from rich.text import Span, Text
 # can carry. U+2028 and U+2029 end lines in some terminals.
 _OTHERS: Final = "\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff"
 _UNSAFE: Final = re.compile(f"[\x00-\x08\x0b-\x1f{_OTHERS}]")
+_FURTHER_LINE: Final = re.compile(r"(?<!^)\n(?=[^ \n])")
 _UNSAFE_IN_A_LINE: Final = re.compile(f"[\x00-\x1f{_OTHERS}]")
 
 
 def harmless(text: str) -> str:
     """``text`` with every control character as an escape; lines and tabs stay."""
     return _UNSAFE.sub(_escape, text)
+
+
+def indented(text: str) -> str:
+    """``text`` with its further lines behind a blank: at a line's beginning they could pose as our own words.
+
+    What it begins with may be an empty line.
+    """
+    return _FURTHER_LINE.sub("\n  ", text)
 
 
 def one_line(text: str) -> str:
@@ -41,7 +51,7 @@ class Terminal(Console):
 
     def render_str(self, text: str, **options: Any) -> Text:  # noqa: ANN401 passed through to rich
         """A string as text, before its width is measured."""
-        return super().render_str(harmless(text), **options)
+        return super().render_str(_shown(text), **options)
 
     def render(
         self, renderable: RenderableType, options: ConsoleOptions | None = None
@@ -62,13 +72,18 @@ def _escape(found: re.Match[str]) -> str:
     return found[0].encode("unicode_escape").decode()
 
 
+def _shown(text: str) -> str:
+    return harmless(indented(text))
+
+
 def _harmless_text(text: Text) -> Text:
-    if not _UNSAFE.search(text.plain):
+    clean_text = _shown(text.plain)
+    if clean_text == text.plain:
         return text
 
     def moved(place: int) -> int:
-        return len(harmless(text.plain[:place]))
+        return len(_shown(text.plain[:place]))
 
-    clean = text.blank_copy(harmless(text.plain))
+    clean = text.blank_copy(clean_text)
     clean.spans = [Span(moved(start), moved(end), style) for start, end, style in text.spans]
     return clean

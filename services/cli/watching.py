@@ -1,5 +1,6 @@
 """What is shown of a job until it has ended, and then; ``meshloom watch``."""
 
+from textwrap import indent
 from typing import Annotated, Final
 
 import typer
@@ -100,4 +101,4 @@ def print_failure(job: JobView) -> None:
         told = failure.error or failure.signal or f"exit code {failure.exit_code}"
         console.print(f"rank {failure.rank} failed first{at}: {told}")
     if failure.traceback:
-        console.print(own_frames(failure.traceback))
+        console.print(indent(own_frames(failure.traceback), "  "))

@@ -5,6 +5,7 @@ The controller is real; its data hold markup, sequences that terminals obey, and
 
 import io
 import json
+import re
 import signal
 import sys
 from collections.abc import Callable, Iterator
@@ -35,7 +36,7 @@ pytestmark = pytest.mark.redis
 BOOTSTRAP = "the-operators-own-token"
 EVIL = (
     "[/nope][link=https://evil.example]here[/link][black on black]gone[/] :smile:"
-    "\x1b]0;title\x07\x9b31m\u202e\r"
+    "\x1b]0;title\x07\x9b31m\u202e\r\nFORGED by a further line"
 )
 SHOWN = "[/nope][link=https://evil.example]here[/link][black on black]gone[/] :smile:"
 
@@ -275,6 +276,7 @@ def test_every_command_is_tried() -> None:
 def _is_harmless(said: str) -> None:
     assert said == harmless(said).replace("\r", ""), "a control character reached the terminal"
     assert said.isascii() or "\u202e" not in said
+    assert not re.search("^FORGED", said, re.MULTILINE), "a text poses as what the command says"
 
 
 def _shape(answer: object) -> object:
