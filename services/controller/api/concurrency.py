@@ -19,6 +19,8 @@ from services.controller.api.uploads import is_code
 _AT_ONCE: Final = 8
 # Each that waits has one of the connections, of which there are 512 unless the settings say otherwise.
 _WAITING_AT_MOST: Final = 128
+# A process that was stopped meanwhile does not owe others that time.
+_LONGEST_PAUSE_S: Final = 1.0
 # It waits for a node, and works little.
 _MAKES_A_PLAN: Final = ("POST", "/v1/plans")
 
@@ -118,4 +120,4 @@ class ParsingRounds:
 
     def _parsed(self, began: float) -> None:
         now = asyncio.get_running_loop().time()
-        self._free_from = now + (now - began)
+        self._free_from = now + min(now - began, _LONGEST_PAUSE_S)
