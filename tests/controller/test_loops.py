@@ -152,6 +152,33 @@ async def test_a_loop_ends_although_what_it_waits_for_swallows_the_cancellation(
     assert len(rounds) == 1
 
 
+async def test_a_leader_ends_although_the_renewal_swallows_the_cancellation(
+    server: MemoryServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("services.controller.loops.leader._RENEW_EVERY_S", 0.001)
+    leadership = memory_ports(server).leadership
+    renewing = asyncio.Event()
+
+    async def renew(_holder: str) -> bool:
+        renewing.set()
+        with contextlib.suppress(asyncio.CancelledError):
+            await asyncio.Event().wait()
+        return True
+
+    monkeypatch.setattr(leadership, "renew", renew)
+
+    async def run_term(_epoch: int) -> None:
+        await asyncio.Event().wait()
+
+    leading = asyncio.create_task(Leader(leadership, "a", run_term).lead())
+    await renewing.wait()
+    leading.cancel()
+    async with asyncio.timeout(20):
+        await asyncio.wait([leading])
+    assert leading.cancelled()
+    assert server.leader is None
+
+
 async def test_a_fact_that_trips_a_handler_is_given_up_and_holds_up_nobody(
     server: MemoryServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -9,6 +9,7 @@ from typing import Final
 import structlog
 
 from services.contract.redis.redis_keys import LEADER_LEASE_MS
+from services.contract.system.cancellation import end_if_told
 from services.controller.domain.errors import DeposedError, StoreUnavailableError
 from services.controller.loops.store_retry import StoreRetry
 from services.controller.ports.coordination import Leadership
@@ -83,6 +84,7 @@ class Leader:
     async def _renew_while(self, term: "asyncio.Future[None]", renewed_at: float) -> None:
         """Return once the term ended, or its lease did, by this host's monotonic clock."""
         while True:
+            end_if_told()
             await asyncio.wait([term], timeout=_RENEW_EVERY_S)
             if term.done():
                 return
