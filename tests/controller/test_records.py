@@ -58,6 +58,9 @@ def closes(plane: ControlPlane, command: CloseRecords, events_to: str | None = N
         )
     )
     until(lambda: plane.redis.exists(keys.job_last(command.job_id)), every_s=0.01)
+    # The telemetry's keys come after it: they may be on another server.
+    steps = keys.job_steps(command.job_id)
+    until(lambda: int(str(plane.redis.ttl(steps))) <= keys.RECALLED_S, every_s=0.01)
 
 
 def rows(redis: Redis, key: str) -> list[tuple[str, str]]:

@@ -20,4 +20,4 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 @pytest.fixture
 def steps(request: pytest.FixtureRequest) -> int:
     """Of each training: the full run carries rounding further than the first steps can."""
-    return 10 if request.config.getoption("--grid") == "full" else 3
+    return 10 if request.config.getoption("--grid") == "full" else 5
