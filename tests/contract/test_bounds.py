@@ -38,6 +38,7 @@ from services.contract.system.mask import Mask
 from services.contract.words import bounds
 from services.contract.words.bounds import (
     MOST_RANKS,
+    MOST_RANKS_OF_A_NODE,
     NAME_CHARACTERS,
     TRACEBACK_CHARACTERS,
     Positive,
@@ -52,6 +53,7 @@ CHECKPOINT = f"ckpt_{JOB[4:]}-s000000001-a0001"
 OF_GANG = {"job_id": JOB, "fence": 1, "node_id": "loom-1"}
 EXIT = {"rank": 0, "pid": 1, "order": 0, "step": 1, "phase": LONG, "error": LONG}
 FINDING = {"rank": 0, "pid": 1, "phase": LONG, "unit": LONG, "stacks": LONG, "frames": [LONG] * 9}
+FOUND = {"why": "asked", "still_s": 1, "allowed_s": 1}
 SAMPLE = {"rank": 0, "local_rank": 0, "fence": 1, "node_id": "loom-1", "pid": 1, "step": 1}
 INVENTORY = {"hostname": LONG, "cpu_slots": 1, "cpu_count": 1, "memory_bytes": 1}
 
@@ -99,8 +101,14 @@ def test_what_people_read_is_cut_with_a_mark(kind: type[BaseModel], fields: dict
 @pytest.mark.parametrize(
     "fields",
     [
-        {"kind": "gang_launched", "pids": {f"a{number}": "b" for number in range(MOST_RANKS + 1)}},
-        {"kind": "gang_ended", "last_step": 1, "exits": [0] * (MOST_RANKS + 1)},
+        {"kind": "gang_launched", "pids": {f"a{n}": "b" for n in range(MOST_RANKS_OF_A_NODE + 1)}},
+        {"kind": "gang_ended", "last_step": 1, "exits": [0] * (MOST_RANKS_OF_A_NODE + 1)},
+        {"kind": "gang_ended", "last_step": 1, "exits": [0] * 9},
+        {
+            "kind": "gang_diagnosed",
+            "findings": FOUND | {"ranks": [FINDING | {"frames": [0] * 9}] * 9},
+        },
+        {"kind": "gang_diagnosed", "findings": FOUND | {"ranks": [0] * (MOST_RANKS_OF_A_NODE + 1)}},
         {"kind": "chain_damaged", "records": [0] * (MOST_RANKS + 1)},
         {"kind": "gang_launched", "pids": {}, "job_id": LONG},
     ],
@@ -109,6 +117,23 @@ def test_what_must_be_exact_is_refused_with_one_fault(fields: dict[str, Any]) ->
     with pytest.raises(ValidationError) as refused:
         FACT.validate_json(json.dumps(OF_GANG | fields))
     assert refused.value.error_count() == 1
+
+
+def test_of_all_ranks_of_a_node_together_a_few_thousand_connections_are_read() -> None:
+    end = {"host": "a", "port": 1}
+    rank = FINDING | {"unanswered": [{"here": end, "there": end, "retries": 1}] * 64}
+    told = {"kind": "gang_diagnosed", "findings": FOUND | {"ranks": [rank] * 100}}
+    fact = FACT.validate_json(json.dumps(OF_GANG | told))
+    assert isinstance(fact, GangDiagnosed)
+    assert sum(len(rank.unanswered) for rank in fact.findings.ranks) == 4_096
+
+
+def test_how_a_node_was_measured_is_said_in_few_words() -> None:
+    told = {"kind": "node_measured", "node_id": "a", "incarnation": "b", "device_type": "cpu"}
+    details: list[dict[str, Any]] = [{"a": [[]]}, {str(n): n for n in range(65)}]
+    for detail in details:
+        with pytest.raises(ValidationError):
+            FACT.validate_json(json.dumps(told | {"detail": detail}))
 
 
 def test_names_of_lives_and_groups_are_no_longer_than_names() -> None:

@@ -13,10 +13,12 @@ from services.contract.messages.facts import (
     CheckpointVerified,
     Evaluated,
     GangDiagnosed,
+    GangEnded,
     GangLaunched,
     NodeJoined,
+    RankExit,
 )
-from services.contract.messages.findings import Findings
+from services.contract.messages.findings import Findings, RankFinding
 from services.contract.words.ids import checkpoint_id, new_job_id
 from services.contract.words.states import CheckpointState, JobState
 from services.controller.domain.decisions.dispatch import decide, first_decision, was_told_to_load
@@ -123,6 +125,51 @@ def test_facts_about_another_jobs_checkpoints_change_nothing() -> None:
     ]
     for fact in facts:
         assert decide(sue, fact, NOW) == Decision(sue)
+
+
+def test_what_a_node_says_of_ranks_that_it_has_not_or_of_one_again_changes_nothing() -> None:
+    job = running()
+    ranks = (1, 1, 2, 60_000)
+    exits = tuple(
+        RankExit(rank=rank, pid=1, exit_code=1, order=n, step=9, phase="F", error=f"{rank} of {n}")
+        for n, rank in enumerate(ranks)
+    )
+    found = Findings(
+        why="hang",
+        still_s=9,
+        allowed_s=1,
+        ranks=tuple(RankFinding(rank=rank, pid=1, phase="F") for rank in ranks),
+    )
+    about = {"job_id": job.id, "fence": 1, "node_id": NODE}
+    asked = found.model_copy(update={"why": "asked"})
+    looked = decide(job, GangDiagnosed(**about, findings=asked), NOW).job.attempts[-1]
+    assert [rank.rank for rank in looked.looks[0].findings.ranks] == [1]
+    assert looked.diagnosis is not None
+    assert len(looked.diagnosis.evidence) == 1
+    ended = decide(job, GangEnded(**about, exits=exits, last_step=9, hang=found), NOW).job
+    diagnosis = ended.attempts[-1].diagnosis
+    assert diagnosis is not None
+    assert len(diagnosis.evidence) == 1
+    failed = decide(job, GangEnded(**about, exits=exits[1:], last_step=9), NOW).job
+    assert failed.attempts[-1].failure is not None
+    assert failed.attempts[-1].failure.error == "1 of 1"
+
+
+def test_a_vote_for_a_rank_that_its_node_has_not_is_none() -> None:
+    job = running()
+    assert decide(job, vote(job, 10, 2), NOW) == Decision(job)
+
+
+def test_of_ranks_that_a_node_has_not_no_stacks_are_kept() -> None:
+    async def course(leader: Leader) -> None:
+        job = new_job()
+        await keep(leader, job, placed(job), launched(job))
+        ranks = tuple(RankFinding(rank=rank, pid=1, phase="F", stacks="s") for rank in (1, 2))
+        findings = Findings(why="asked", still_s=0, allowed_s=0, ranks=ranks)
+        await leader.hear(GangDiagnosed(job_id=job.id, fence=1, node_id=NODE, findings=findings))
+        assert [told.rank for told in await leader.ports.telemetry.stacks(job.id)] == [1]
+
+    play(course)
 
 
 def test_of_checkpoints_that_are_begun_and_never_voted_for_few_are_kept() -> None:

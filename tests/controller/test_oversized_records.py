@@ -37,6 +37,8 @@ def test_a_fact_that_is_longer_than_any_costs_itself_and_is_not_read(
     plane.redis.rpush(keys.ARRIVED_FACTS, "x" * (keys.LONGEST_FACT + 1))
     many = json.dumps({"kind": "gang_launched", "pids": {f"a{n}": "x" for n in range(60_000)}})
     plane.redis.rpush(keys.ARRIVED_FACTS, many)
+    nested = json.dumps({"kind": "node_measured", "detail": {"a": [[]] * (1 << 20)}})
+    plane.redis.rpush(keys.ARRIVED_FACTS, nested)
     plane.agent.join()
     until(lambda: plane.get("/v1/nodes")["items"])
     # By what they say: a controller that lost the lead reads them once more.
@@ -45,7 +47,8 @@ def test_a_fact_that_is_longer_than_any_costs_itself_and_is_not_read(
         for record in caplog.records
         if record.msg == "unreadable_fact"
     }
-    assert len(said) == 2
+    assert len(said) == 3
+    assert list(said.values())[-1].endswith("parts")
     assert all(len(body) < 1_000 and len(error) < 3_000 for body, error in said.items())
     assert f'"bytes":{keys.LONGEST_FACT + 1}' in next(iter(said))
 
@@ -162,7 +165,7 @@ async def test_of_a_lease_no_more_is_read_than_one_has(redis_url: str) -> None:
 
 
 @pytest.mark.redis
-def test_a_fact_that_makes_a_record_longer_than_redis_takes_costs_itself_alone(
+def test_a_fact_of_more_ranks_than_a_node_may_have_costs_itself_alone(
     plane: ControlPlane,
 ) -> None:
     plane.agent.join()
@@ -170,7 +173,6 @@ def test_a_fact_that_makes_a_record_longer_than_redis_takes_costs_itself_alone(
     plane.agent.trains(plane.agent.launches(job_id), [1])
     plane.in_state(job_id, "RUNNING")
     about = {"job_id": job_id, "fence": 1, "node_id": plane.agent.node_id}
-    # With all that it leaves out it is twice as long.
     ranks = [{"rank": n, "pid": 0, "phase": "x" * 75} for n in range(MOST_RANKS)]
     findings = {"why": "asked", "still_s": 0, "allowed_s": 0, "ranks": ranks}
     said = about | {"kind": "gang_diagnosed", "findings": findings}

@@ -71,6 +71,14 @@ class GangPlan(BaseModel):
         return taken_by(self.ranks)
 
     @cached_property
+    def ranks_by_node(self) -> Mapping[NodeId, frozenset[int]]:
+        """The ranks of each node; kept, for each of a thousand nodes tells of its own."""
+        found: dict[NodeId, set[int]] = {}
+        for seat in self.ranks:
+            found.setdefault(seat.node_id, set()).add(seat.rank)
+        return {node: frozenset(ranks) for node, ranks in found.items()}
+
+    @cached_property
     def text(self) -> str:
         """As JSON; kept, for a thousand ranks are most of what the view of their job takes."""
         return self.model_dump_json()

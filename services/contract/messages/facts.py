@@ -3,7 +3,7 @@
 from enum import IntEnum
 from typing import Annotated, Final, Literal
 
-from pydantic import ConfigDict, Field, TypeAdapter
+from pydantic import ConfigDict, FailFast, Field, TypeAdapter
 
 from services.contract.messages.base import Address, Message, OfAttempt
 from services.contract.messages.findings import Findings
@@ -14,6 +14,7 @@ from services.contract.storage.manifests import DamagedRecord, Manifest, ShardFi
 from services.contract.words.bounds import (
     Addresses,
     AtMostOnePerRank,
+    AtMostOnePerRankOfANode,
     Baselines,
     Code,
     Digest,
@@ -57,7 +58,7 @@ class Inventory(Message):
     cpu_slots: Whole
     cpu_count: Positive
     memory_bytes: Whole
-    accelerators: Annotated[tuple[Device, ...], FewDevices] = ()
+    accelerators: Annotated[tuple[Device, ...], FailFast(), FewDevices] = ()
     versions: Versions = Field(default_factory=dict)
     storage_id: Name | None = None
     storage_fault: Text | None = None
@@ -66,7 +67,7 @@ class Inventory(Message):
 class RunningGang(OfAttempt):
     """A gang of which an agent has live ranks, named when the agent (re)joins."""
 
-    ranks: Annotated[tuple[Whole, ...], AtMostOnePerRank]
+    ranks: Annotated[tuple[Whole, ...], FailFast(), AtMostOnePerRankOfANode]
 
 
 class NodeJoined(Message):
@@ -82,7 +83,7 @@ class NodeJoined(Message):
     incarnation: Incarnation
     number: Whole = 0
     inventory: Inventory
-    gangs: Annotated[tuple[RunningGang, ...], FewGangs] = ()
+    gangs: Annotated[tuple[RunningGang, ...], FailFast(), FewGangs] = ()
 
 
 class NodeLeaving(Message):
@@ -114,7 +115,7 @@ class GangLaunched(_GangFact):
     """
 
     kind: Literal["gang_launched"] = "gang_launched"
-    pids: Annotated[dict[Whole, Whole], AtMostOnePerRank]
+    pids: Annotated[dict[Whole, Whole], AtMostOnePerRankOfANode]
     store: Address | None = None
     addresses: Addresses = ()
 
@@ -251,7 +252,7 @@ class CheckpointExported(_GangFact):
 
     kind: Literal["checkpoint_exported"] = "checkpoint_exported"
     checkpoint_id: CheckpointId
-    files: Annotated[tuple[Name, ...], AtMostOnePerRank]
+    files: Annotated[tuple[Name, ...], FailFast(), AtMostOnePerRankOfANode]
     bytes: Whole
 
 
@@ -295,7 +296,7 @@ class ChainDamaged(_GangFact):
     """Records of the job's commit chain cannot be read; the others hold."""
 
     kind: Literal["chain_damaged"] = "chain_damaged"
-    records: Annotated[tuple[DamagedRecord, ...], AtMostOnePerRank]
+    records: Annotated[tuple[DamagedRecord, ...], FailFast(), AtMostOnePerRank]
 
 
 class JobFound(_GangFact):
@@ -307,8 +308,8 @@ class JobFound(_GangFact):
 
     kind: Literal["job_found"] = "job_found"
     card: JobCard
-    manifests: Annotated[dict[Whole, Manifest], AtMostOnePerRank]
-    damaged: Annotated[tuple[DamagedRecord, ...], AtMostOnePerRank] = ()
+    manifests: Annotated[dict[Whole, Manifest], AtMostOnePerRankOfANode]
+    damaged: Annotated[tuple[DamagedRecord, ...], FailFast(), AtMostOnePerRank] = ()
     is_running: bool = False
     last_step: Whole = 0
 
@@ -403,7 +404,7 @@ class ReplicaLost(_GangFact):
     kind: Literal["replica_lost"] = "replica_lost"
     replica: Whole
     life: Positive
-    exits: Annotated[tuple[RankExit, ...], AtMostOnePerRank] = ()
+    exits: Annotated[tuple[RankExit, ...], FailFast(), AtMostOnePerRankOfANode] = ()
 
 
 class EpochBroken(_GangFact):
@@ -432,7 +433,7 @@ class GangEnded(_GangFact):
 
     kind: Literal["gang_ended"] = "gang_ended"
     first_exit_s: float | None = Field(default=None, ge=0, le=_LONGEST_S)
-    exits: Annotated[tuple[RankExit, ...], AtMostOnePerRank]
+    exits: Annotated[tuple[RankExit, ...], FailFast(), AtMostOnePerRankOfANode]
     last_step: Whole
     hang: Findings | None = None
     oom_kills: Whole = 0
@@ -477,4 +478,6 @@ Fact = Annotated[
 
 
 # Its validator is made when the first fact comes: clients import this module for `Inventory`, and read no facts.
-FACT: TypeAdapter[Fact] = TypeAdapter(Fact, config=ConfigDict(defer_build=True))
+FACT: TypeAdapter[Fact] = TypeAdapter(
+    Fact, config=ConfigDict(defer_build=True, hide_input_in_errors=True)
+)

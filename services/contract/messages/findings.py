@@ -2,11 +2,11 @@
 
 from typing import Annotated, Final, Literal
 
-from pydantic import Field
+from pydantic import BeforeValidator, FailFast, Field
 
 from services.contract.messages.base import Address, Message
 from services.contract.words.bounds import (
-    AtMostOnePerRank,
+    AtMostOnePerRankOfANode,
     Name,
     Numbers,
     Positive,
@@ -20,6 +20,7 @@ _FRAMES: Final = 256
 _BRIEF_FRAMES: Final = 4
 _BRIEF_CHARACTERS: Final = 256
 MOST_CONNECTIONS: Final = 64
+_MOST_CONNECTIONS_OF_ALL: Final = 4_096
 
 
 class Unanswered(Message):
@@ -57,16 +58,31 @@ class RankFinding(Message):
     pulse_age_s: float | None = None
     issued: Numbers = Field(default_factory=dict)
     completed: Numbers = Field(default_factory=dict)
-    frames: Annotated[tuple[Text, ...], Field(max_length=_FRAMES)] = ()
+    frames: Annotated[tuple[Text, ...], FailFast(), Field(max_length=_FRAMES)] = ()
     stacks: Traceback | None = None
     lost_thread: bool = False
-    unanswered: Annotated[tuple[Unanswered, ...], Field(max_length=MOST_CONNECTIONS)] = ()
+    unanswered: Annotated[
+        tuple[Unanswered, ...], FailFast(), Field(max_length=MOST_CONNECTIONS)
+    ] = ()
 
 
 def in_brief(found: RankFinding) -> RankFinding:
     """Without its stacks, and with the innermost frames alone."""
     frames = tuple(shortened(frame, _BRIEF_CHARACTERS) for frame in found.frames[:_BRIEF_FRAMES])
     return found.model_copy(update={"stacks": None, "frames": frames})
+
+
+def _with_few_connections(ranks: object) -> object:
+    """Of all ranks together a few thousand connections: each is three objects."""
+    if not isinstance(ranks, list):
+        return ranks
+    room = _MOST_CONNECTIONS_OF_ALL
+    for rank in ranks:
+        told = rank.get("unanswered") if isinstance(rank, dict) else None
+        if isinstance(told, list):
+            rank["unanswered"] = told[:room]
+            room -= len(rank["unanswered"])
+    return ranks
 
 
 class Findings(Message):
@@ -79,4 +95,9 @@ class Findings(Message):
     why: Literal["asked", "hang"]
     still_s: float = Field(ge=0)
     allowed_s: float = Field(ge=0)
-    ranks: Annotated[tuple[RankFinding, ...], AtMostOnePerRank]
+    ranks: Annotated[
+        tuple[RankFinding, ...],
+        FailFast(),
+        BeforeValidator(_with_few_connections),
+        AtMostOnePerRankOfANode,
+    ]

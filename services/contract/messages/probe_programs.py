@@ -2,11 +2,12 @@
 
 from typing import Final
 
-from pydantic import Field, JsonValue
+from pydantic import Field
 
 from fsdp_core.plan.model import NodeFacts
 from services.contract.messages.base import Message
 from services.contract.messages.probing import DeviceType, ProbeModel
+from services.contract.words.bounds import Details
 from services.contract.words.ids import NodeId
 
 SELF_TEST_VERSION: Final = 3
@@ -51,4 +52,4 @@ class SelfTestResult(Message):
     """What was measured, and how, for people."""
 
     facts: NodeFacts
-    detail: dict[str, JsonValue] = Field(default_factory=dict)
+    detail: Details = Field(default_factory=dict)

@@ -4,7 +4,7 @@ import functools
 from collections.abc import Mapping
 from typing import Annotated, Any, Final, Literal
 
-from pydantic import BeforeValidator, Field, JsonValue, TypeAdapter, WrapValidator
+from pydantic import BeforeValidator, Field, TypeAdapter, WrapValidator
 from pydantic_core import SchemaValidator
 
 from fsdp_core.plan.model import (
@@ -17,7 +17,7 @@ from fsdp_core.plan.model import (
 from services.contract.jobs.specs import CarriedSpec
 from services.contract.messages.base import Message
 from services.contract.messages.rank_pipe import ThroughputUnit
-from services.contract.words.bounds import Incarnation, Positive, Text, Traceback
+from services.contract.words.bounds import Details, Incarnation, Positive, Text, Traceback
 from services.contract.words.ids import NodeId, ProbeId
 
 DeviceType = Literal["cpu", "cuda"]
@@ -137,4 +137,4 @@ class NodeMeasured(Message):
     device_type: DeviceType
     facts: MeasuredFacts | None = None
     failure: Text | None = None
-    detail: dict[str, JsonValue] = Field(default_factory=dict)
+    detail: Details = Field(default_factory=dict)

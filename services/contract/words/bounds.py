@@ -19,11 +19,13 @@ METRIC_NAMES_KEPT: Final = 64
 METRIC_NAME_CHARACTERS: Final = 64
 EVALUATION_METRICS_KEPT: Final = 16
 MOST_RANKS: Final = 65_536
+MOST_RANKS_OF_A_NODE: Final = 8_192
 _ERROR_TYPES_KEPT: Final = 32
 _NOTICES_KEPT: Final = 8
 _VERSIONS_KEPT: Final = 64
 _GROUPS_KEPT: Final = 64
 _ADDRESSES_KEPT: Final = 16
+_DETAILS_KEPT: Final = 64
 MOST_WHOLE: Final = (1 << 63) - 1
 MOST_SECONDS: Final = 1e9
 """No duration that a rank reports is longer: some thirty years. Beyond it sums would overflow."""
@@ -189,9 +191,16 @@ Numbers = Annotated[
     dict[GroupName, Annotated[int, Field(ge=-MOST_WHOLE, le=MOST_WHOLE)]], _at_most(_GROUPS_KEPT)
 ]
 """Collective sequence numbers by process group."""
+Details = Annotated[
+    dict[GroupName, int | float | Annotated[str, cut_to(ERROR_CHARACTERS)]],
+    _at_most(_DETAILS_KEPT),
+]
+"""How something was found, for people."""
 FewDevices: Final = _at_most(1_024)
 """For accelerators of a node: each look of the controller reads those of all nodes."""
 FewGangs: Final = _at_most(1_024)
 """For gangs of a node: of each the controller reads the job when the node joins."""
 AtMostOnePerRank: Final = _at_most(MOST_RANKS)
 """For what has an item a rank, or fewer."""
+AtMostOnePerRankOfANode: Final = _at_most(MOST_RANKS_OF_A_NODE)
+"""The same of what an agent tells of its own ranks; also for what is told in several parts."""

@@ -48,6 +48,7 @@ from services.controller.use_cases.recovery import recover_job
 
 _log = structlog.get_logger()
 _FAULTS_TOLD = 100
+_MOST_PARTS = 1 << 20
 _LONGEST_WORD = 2_000
 
 
@@ -98,6 +99,12 @@ def _by_addressee(told: Iterable[ReceivedFact]) -> Iterator[list[ReceivedFact]]:
 
 
 def _parse(entry: Entry, now_ms: int) -> ReceivedFact | None:
+    # Whatever is checked of a part, all that stands in it is made first: millions of lists take seconds.
+    parts = entry.body.count("[") + entry.body.count("{")
+    if parts > _MOST_PARTS:
+        error = f"{parts} parts"
+        _log.error("unreadable_fact", fact_id=entry.id, body=entry.body[:500], error=error)
+        return None
     try:
         return ReceivedFact(FACT.validate_json(entry.body), entry, min(entry.time_ms, now_ms))
     except ValidationError as error:
@@ -169,7 +176,8 @@ async def _apply(
     """The job after what happened to it; None where there is none any more, or none readable."""
     try:
         stored = await apply_events(ports, job_id, occurrences, actor, epoch)
-        await ports.telemetry.keep_stacks(job_id, stacks)
+        own = [one for one in stacks if one.rank in stored.job.ranks_on(one.node_id)]
+        await ports.telemetry.keep_stacks(job_id, own)
         if any(isinstance(one.event, CheckpointLinked) for one in occurrences):
             await let_go_of_origin(ports, stored.job, epoch)
         for one in occurrences:

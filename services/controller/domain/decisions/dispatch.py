@@ -1,7 +1,7 @@
 """The one door to all decisions about a job: ``decide(job, event, now) -> decision``."""
 
-from collections.abc import Callable
-from typing import Any, Final
+from collections.abc import Callable, Sequence
+from typing import Any, Final, TypeVar
 
 from services.contract.messages.facts import (
     ChainDamaged,
@@ -25,12 +25,14 @@ from services.contract.messages.facts import (
     JobPurged,
     LaunchLoads,
     LaunchRefused,
+    RankExit,
     ReplicaLost,
     ReplicaReady,
     TraceFailed,
     TraceOrdered,
     TraceRecorded,
 )
+from services.contract.messages.findings import Findings, RankFinding
 from services.contract.words.ids import job_of_checkpoint
 from services.controller.domain.decisions import (
     attempt_events,
@@ -83,6 +85,7 @@ from services.controller.domain.job.events import (
 from services.controller.domain.job.job import Job
 
 _Handler = Callable[[Any, Draft], None]
+_OfRank = TypeVar("_OfRank", RankExit, RankFinding)
 
 _HANDLERS: Final[dict[type, _Handler]] = {
     PauseAsked: requests.on_pause,
@@ -174,9 +177,34 @@ def decide(job: Job, event: JobEvent, now_ms: int) -> Decision:
     """
     draft = Draft(job, now_ms)
     if not is_stale(job, event) and not is_foreign(job, event):
-        _HANDLERS[type(event)](event, draft)
+        _HANDLERS[type(event)](_of_own_ranks(job, event), draft)
         draft.keep_standing()
     return draft.decision()
+
+
+def _of_own_ranks(job: Job, event: JobEvent) -> JobEvent:
+    """A fact without what it says of ranks that its node has not, and what it says of one again."""
+
+    def own(told: Sequence[_OfRank]) -> tuple[_OfRank, ...]:
+        ranks = job.ranks_on(getattr(event, "node_id", ""))
+        by_rank: dict[int, _OfRank] = {}
+        for one in told:
+            if one.rank in ranks:
+                by_rank.setdefault(one.rank, one)
+        return tuple(by_rank.values())
+
+    def looked(found: Findings) -> Findings:
+        return found.model_copy(update={"ranks": own(found.ranks)})
+
+    match event:
+        case GangEnded(exits=exits, hang=hang):
+            found = None if hang is None else looked(hang)
+            return event.model_copy(update={"exits": own(exits), "hang": found})
+        case ReplicaLost(exits=exits):
+            return event.model_copy(update={"exits": own(exits)})
+        case GangDiagnosed(findings=findings):
+            return event.model_copy(update={"findings": looked(findings)})
+    return event
 
 
 def is_stale(job: Job, event: JobEvent) -> bool:
@@ -197,6 +225,9 @@ def is_foreign(job: Job, event: JobEvent) -> bool:
     is_of_attempt = not isinstance(event, (*_TRUE_AT_ANY_FENCE, JobPurged))
     attempt = job.attempt
     if is_of_attempt and attempt is not None and event.node_id not in attempt.incarnations:
+        return True
+    # A rank's vote is told by its own node.
+    if isinstance(event, CheckpointVoted) and event.shard.rank not in job.ranks_on(event.node_id):
         return True
     manifest = event.manifest if isinstance(event, CheckpointLinked) else None
     named = getattr(event if manifest is None else manifest, "checkpoint_id", None)

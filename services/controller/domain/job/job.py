@@ -172,6 +172,12 @@ class Job(Record):
         """The node of rank 0 of the newest attempt."""
         return None if self.plan is None else self.plan.ranks[0].node_id
 
+    def ranks_on(self, node_id: str) -> frozenset[int]:
+        """The ranks that the newest attempt has on a node."""
+        return (
+            frozenset() if self.plan is None else self.plan.ranks_by_node.get(node_id, frozenset())
+        )
+
     @property
     def has_lost_its_checkpoints(self) -> bool:
         """Whether it had checkpoints to go on from and all of them are corrupt."""

@@ -48,6 +48,7 @@ from services.contract.storage.manifests import (
 )
 from services.contract.system.durable import make_folders, node_condition
 from services.contract.system.rank_user import RankUser
+from services.contract.words.bounds import MOST_RANKS_OF_A_NODE
 from services.contract.words.ids import job_of_checkpoint
 from services.contract.words.states import JobState
 from services.worker.agent.storage.loading import Progress, Untold
@@ -379,7 +380,7 @@ def _in_parts(
     room = _MANIFESTS_BYTES
     for number in sorted(manifests, key=lambda n: (manifests[n].checkpoint_id != source, -n)):
         size = len(manifests[number].model_dump_json().encode())
-        if part and size > room:
+        if part and (size > room or len(part) == MOST_RANKS_OF_A_NODE):
             yield dict(sorted(part.items()))
             part, room = {}, _MANIFESTS_BYTES
         part[number] = manifests[number]
