@@ -10,10 +10,15 @@ from tenacity import AsyncRetrying, RetryCallState, wait_none
 
 from services.controller.adapters.memory import memory_ports
 from services.controller.adapters.memory.server import MemoryServer
-from services.controller.domain.errors import DeposedError, StoreUnavailableError
+from services.controller.domain.errors import (
+    DeposedError,
+    RecordTooLongError,
+    StoreUnavailableError,
+)
 from services.controller.loops import facts as fact_loop
 from services.controller.loops import store_retry
 from services.controller.loops.leader import Leader
+from services.controller.loops.observer import Observer
 from services.controller.loops.store_retry import StoreRetry
 from services.controller.ports.coordination import Ports
 from services.controller.ports.machines import Entry
@@ -203,6 +208,30 @@ async def test_a_fact_that_trips_a_handler_is_given_up_and_holds_up_nobody(
     await asyncio.wait([running])
     assert set(heeded) == {"good"}
     assert len(tries) > 5
+
+
+async def test_facts_that_are_handled_alone_are_observed_and_a_record_too_long_is_tried_once(
+    server: MemoryServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tries: list[list[str]] = []
+    waited: list[float] = []
+
+    async def apply_facts(_ports: Ports, entries: Sequence[Entry], _epoch: int) -> None:
+        tries.append([entry.body for entry in entries])
+        if "long" in tries[-1]:
+            raise RecordTooLongError("it has a text of a gigabyte")
+
+    monkeypatch.setattr(fact_loop, "apply_facts", apply_facts)
+    for body in ("good", "long", "better"):
+        server.facts.append(server.entry(body))
+    observer = Observer(fact_handled=waited.append)
+    loop = fact_loop.FactLoop(memory_ports(server), 1, observer=observer)
+    running = asyncio.create_task(loop.run())
+    await come_true(lambda: not server.facts and not server.delivered)
+    running.cancel()
+    await asyncio.wait([running])
+    assert tries == [["good", "long", "better"], ["good"], ["long"], ["better"]]
+    assert len(waited) == 3
 
 
 async def test_a_fact_is_acknowledged_only_after_it_was_committed(

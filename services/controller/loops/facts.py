@@ -6,7 +6,12 @@ from typing import Final
 
 import structlog
 
-from services.controller.domain.errors import DeposedError, StaleWriteError, StoreUnavailableError
+from services.controller.domain.errors import (
+    DeposedError,
+    RecordTooLongError,
+    StaleWriteError,
+    StoreUnavailableError,
+)
 from services.controller.loops.observer import Observer
 from services.controller.loops.store_retry import StoreRetry, Troubles
 from services.controller.ports.coordination import Ports
@@ -73,36 +78,34 @@ class FactLoop:
             await self._apply(entries)
 
     async def _apply(self, entries: Sequence[Entry]) -> None:
+        """Where facts fail together each is handled alone: one that trips us up holds up no other."""
         try:
             await apply_facts(self._ports, entries, self._epoch)
         except (DeposedError, StoreUnavailableError, StaleWriteError):
             self._look_back_soon()
             raise
-        except Exception:  # noqa: BLE001 a bug in one handler must not stop all jobs
+        except Exception as error:  # noqa: BLE001 a bug in one handler must not stop all jobs
             _log.exception("facts_not_heeded", fact_ids=[entry.id for entry in entries])
-            await self._apply_singly(entries)
-            return
+            if len(entries) > 1:
+                for entry in entries:
+                    await self._apply([entry])
+                return
+            if not self._gives_up(entries[0], error):
+                return
         await self._ports.facts.acknowledge([entry.id for entry in entries])
         now_ms = await self._ports.clock.now_ms()
         for entry in entries:
+            self._failures.pop(entry.id, None)
             self._observer.fact_handled(max(now_ms - entry.time_ms, 0) / 1000)
 
-    async def _apply_singly(self, entries: Sequence[Entry]) -> None:
-        """One fact that trips us up must not hold up all others: it is given up after some tries."""
-        for entry in entries:
-            try:
-                await apply_facts(self._ports, [entry], self._epoch)
-            except (DeposedError, StoreUnavailableError, StaleWriteError):
-                self._look_back_soon()
-                raise
-            except Exception:  # noqa: BLE001 as above
-                tries = self._failures.get(entry.id, 0) + 1
-                self._failures[entry.id] = tries
-                if tries < _TRIES:
-                    continue
-                _log.exception("fact_given_up", fact_id=entry.id, body=entry.body[:500])
-            self._failures.pop(entry.id, None)
-            await self._ports.facts.acknowledge([entry.id])
+    def _gives_up(self, entry: Entry, error: Exception) -> bool:
+        """Whether a fact failed for the last time: a record that is too long stays so at each try."""
+        tries = self._failures.get(entry.id, 0) + 1
+        self._failures[entry.id] = tries
+        if tries < _TRIES and not isinstance(error, RecordTooLongError):
+            return False
+        _log.error("fact_given_up", fact_id=entry.id, body=entry.body[:500])
+        return True
 
     def _look_back_soon(self) -> None:
         self._looked_back_at = None
