@@ -112,6 +112,24 @@ def test_a_secret_of_thousands_of_lines_does_not_keep_the_agent() -> None:
     assert mask.text(written) == '[secret BUNDLE] and "[secret BUNDLE]" [secret BUNDLE]'
 
 
+def test_a_message_of_very_many_texts_is_masked_at_once() -> None:
+    """Its agent does so in its loop, and looks for hundreds of forms."""
+
+    class Counted(Mask):
+        texts = 0
+
+        def text(self, text: str) -> str:
+            self.texts += 1
+            return super().text(text)
+
+    mask = Counted({"HUB": SECRET})
+    said = {"kind": [SECRET, "", "\0"], SECRET: {"a": [None, f"<{SECRET}>", 1.5]}, "b": ["c"] * 999}
+    masked = json.loads(mask.message(json.dumps(said).encode()))
+    kept = {"kind": ["[secret HUB]", "", "\0"], "b": ["c"] * 999}
+    assert masked == kept | {"[secret HUB]": {"a": [None, "<[secret HUB]>", 1.5]}}
+    assert mask.texts == 2
+
+
 @settings(deadline=None)
 @given(
     st.dictionaries(
