@@ -101,6 +101,17 @@ def test_frames_of_the_main_thread_are_told_from_those_of_others() -> None:
     assert spied_frames(text, 7) == (("worker/step.py", 40, "step"), ("a b.py", 2, "<module>"))
 
 
+@pytest.mark.timeout(20)
+@pytest.mark.parametrize(
+    "frame", [" (" * 11_900, " (a:1" * 4_700, f" (a:{'1' * 23_000})", ":" * 23_900]
+)
+def test_frames_of_any_names_and_lines_take_no_time_and_fail_nothing(frame: str) -> None:
+    """All that ranks of a node can have said of them is read in the agent's loop."""
+    text = f"Thread 7 (active)\n    step (a.py:1)\n    f{frame}\n    <module> (b (c).py:2)\n"
+    for _ in range(200):
+        assert spied_frames(text, 7) == (("a.py", 1, "step"), ("b (c).py", 2, "<module>"))
+
+
 def stands_still(pid: int) -> bool:
     return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "T"
 

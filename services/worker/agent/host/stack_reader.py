@@ -7,7 +7,6 @@ its default rights. Where it is not allowed, or py-spy is not installed, there i
 
 import asyncio
 import contextlib
-import re
 import shutil
 import sys
 from asyncio.subprocess import Process
@@ -17,7 +16,7 @@ from typing import Final
 _WITHIN_S: Final = 4.0
 _TEXT_KEPT: Final = 24_000
 _MOST_SAID: Final = 8 << 20
-_FRAME: Final = re.compile(r"^ +(?P<name>\S.*) \((?P<path>.*):(?P<line>\d+)\)$")
+_LINE_DIGITS: Final = 9
 
 
 async def spy(pid: int) -> str | None:
@@ -58,17 +57,27 @@ async def _beginning(dump: Process) -> bytes | None:
     """What it says; None where that is more than any stacks: a rank can lie about its memory."""
     if dump.stdout is None:
         return b""
-    said = b""
+    said = bytearray()
     while part := await dump.stdout.read(_MOST_SAID):
         said += part
         if len(said) > _MOST_SAID:
             return None
-    return said
+    return bytes(said)
 
 
 def spied_frames(text: str, pid: int) -> tuple[tuple[str, int, str], ...]:
     """Path, line and function of the main thread's frames, innermost first."""
     _, _, own = text.partition(f"Thread {pid} ")
     block = own.partition("\nThread ")[0]
-    found = (_FRAME.match(line) for line in block.splitlines())
-    return tuple((m["path"], int(m["line"]), m["name"]) for m in found if m is not None)
+    found = map(_frame, block.splitlines())
+    return tuple(frame for frame in found if frame is not None)
+
+
+def _frame(line: str) -> tuple[str, int, str] | None:
+    """What ``    name (path:line)`` says; the code of a rank may have any name and any path."""
+    if not (line.startswith(" ") and line.endswith(")")):
+        return None
+    place, _, number = line[:-1].rpartition(":")
+    name, _, path = place.strip().partition(" (")
+    is_number = number.isascii() and number.isdigit() and len(number) <= _LINE_DIGITS
+    return (path, int(number), name) if path and is_number else None
