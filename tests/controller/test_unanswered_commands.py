@@ -5,6 +5,7 @@ import itertools
 import pytest
 
 from services.contract.api.views import StopRequest
+from services.contract.messages.commands import RetireCheckpoint
 from services.contract.words.states import ExitReason, JobState
 from services.controller.domain.decisions.attempt_events import (
     ANSWER_DUE_MS,
@@ -14,7 +15,18 @@ from services.controller.domain.decisions.attempt_events import (
 from services.controller.domain.decisions.dispatch import decide
 from services.controller.domain.job.events import AnswerOverdue, JobEvent, KillAsked, PauseAsked
 from services.controller.domain.job.job import Job
-from tests.controller.histories import NODE, NOW, began, new_job, placed, play, running, votes
+from tests.controller.histories import (
+    NODE,
+    NOW,
+    began,
+    commands,
+    linked,
+    new_job,
+    placed,
+    play,
+    running,
+    votes,
+)
 
 
 def overdue(job: Job) -> tuple[Job, int]:
@@ -53,3 +65,14 @@ def test_a_commit_that_no_agent_answers_is_given_up_and_training_goes_on() -> No
     (given_up,) = job.checkpoints.values()
     assert given_up.state == "ABORTED"
     assert NODE in str(given_up.reason)
+
+
+def test_a_deletion_of_which_nobody_tells_is_commanded_again_once_a_minute() -> None:
+    job = running(checkpoint={"keep_last": 1})
+    told: list[str] = []
+    for number in range(120):  # a commit a second, and no agent removes any
+        decision = play(job, [linked(job, number + 1, number=number + 2)], NOW + 1 + 1000 * number)
+        job = decision.job
+        told += [c.checkpoint_id for c in commands(decision) if isinstance(c, RetireCheckpoint)]
+    assert len(set(told)) == 119
+    assert max(map(told.count, told)) == 2

@@ -31,6 +31,7 @@ _WRITING_KEPT: Final = 16
 # Ranks may put files into a chain, and each number is an event and stays in the job's record.
 _DAMAGED_KEPT: Final = 256
 _STUCK_RESENT: Final = 16
+_STUCK_MS: Final = 60_000
 _KEPT_NAMED: Final = 16
 
 
@@ -309,16 +310,25 @@ def _retire(draft: Draft) -> None:
     line = [c for c in everything if job.is_on_line(c)]
     abandoned = [c for c in everything if not job.is_on_line(c)]
     surplus = checkpoints.to_retire(line, abandoned, job.spec.checkpoint, protected)
-    stuck = [c for c in everything if c.state == CheckpointState.DELETING][:_STUCK_RESENT]
+    stuck = [c for c in everything if _is_stuck(c, attempt, draft.now_ms)][:_STUCK_RESENT]
     count = min(job.spec.checkpoint.keep_last, _KEPT_NAMED)
     kept = tuple(c.id for c in checkpoints.newest(line, abandoned, count))
     for checkpoint in [*stuck, *surplus]:
-        deleting = checkpoint.model_copy(update={"state": CheckpointState.DELETING})
-        _put(draft, deleting)
+        _put(draft, checkpoints.given_up(checkpoint, draft.now_ms))
         command = RetireCheckpoint(
             job_id=job.id, fence=job.fence, checkpoint_id=checkpoint.id, kept=kept
         )
         draft.send(command, [job.head_node])
+
+
+def _is_stuck(checkpoint: Checkpoint, attempt: Attempt | None, now_ms: int) -> bool:
+    """Whether its deletion was commanded long ago, or to an older attempt, and nobody told of it."""
+    if checkpoint.state != CheckpointState.DELETING:
+        return False
+    told_ms = checkpoint.given_up_ms
+    if told_ms is None or is_ahead(told_ms, now_ms) or now_ms - told_ms >= _STUCK_MS:
+        return True
+    return attempt is not None and told_ms <= attempt.started_ms
 
 
 def _source_in_use(job: Job, attempt: Attempt) -> str | None:

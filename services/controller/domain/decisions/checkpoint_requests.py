@@ -121,8 +121,8 @@ def on_removal(event: RemovalAsked, draft: Draft) -> None:
     _refuse_removal(job, known)
     if event.node_id is None:
         raise StateConflictError("no node is ready to delete its files; retry later")
+    _put(draft, checkpoints.given_up(known, draft.now_ms))
     if known.state != CheckpointState.DELETING:
-        _put(draft, known.model_copy(update={"state": CheckpointState.DELETING}))
         draft.note(
             "checkpoint.deleting",
             f"checkpoint of step {known.step} is deleted on request",
