@@ -259,6 +259,48 @@ def test_boxes_that_no_rank_of_ours_writes_are_refused_at_once(
     assert said in str(export(tmp_path).reason)
 
 
+def test_boxes_that_hold_a_part_twice_and_another_not_at_all_are_refused(tmp_path: Path) -> None:
+    half: Box = ((0, 0), (2, 2))
+    commit(tmp_path, [{"model.a": ((4, 2), half)}, {"model.a": ((4, 2), half)}])
+    assert "a part of it twice" in str(export(tmp_path).reason)
+
+
+def test_arrays_that_lie_in_the_same_bytes_are_refused(tmp_path: Path) -> None:
+    """A header of a megabyte could name a gigabyte ten thousand times: all would be written."""
+    box: Box = ((0,), (2,))
+    commit(tmp_path, [{f"model.{n}": ((2,), box) for n in range(9)}], {"data_offsets": [0, 8]})
+    assert "share bytes" in str(export(tmp_path).reason)
+
+
+def test_what_shards_say_of_their_arrays_takes_no_more_memory_than_there_is(tmp_path: Path) -> None:
+    commit(tmp_path, [{"model.a": ((1,), ((0,), (1,)))}], {"x": [[]] * 2_000_000})
+    limit = 128 << 20
+    code = (
+        f"from services.worker.agent.storage import export as e; e._MOST_MEMORY = {limit}; e.main()"
+    )
+    done = subprocess.run(
+        [
+            *(sys.executable, "-c", code),
+            *("--root", str(tmp_path), "--job", JOB, "--checkpoint", NAME),
+        ],
+        capture_output=True,
+        check=False,
+    )
+    reason = ExportOutcome.model_validate_json(done.stdout).reason
+    assert "what the shards say of their arrays takes more than" in str(reason)
+
+
+@given(st.lists(st.tuples(*[st.integers(0, 3)] * 4), max_size=6))
+def test_boxes_overlap_where_an_element_is_in_two(boxes: list[tuple[int, int, int, int]]) -> None:
+    pieces = [exporting.Piece((a, b), (c, d), memoryview(b"")) for a, b, c, d in boxes]
+    places = [
+        place
+        for a, b, c, d in boxes
+        for place in itertools.product(range(a, a + c), range(b, b + d))
+    ]
+    assert exporting._overlap(pieces) == (len(places) != len(set(places)))
+
+
 def test_a_tensor_of_more_rows_than_are_ever_written_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

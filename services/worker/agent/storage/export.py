@@ -21,6 +21,7 @@ import math
 import mmap
 import os
 import re
+import resource
 import stat
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -49,6 +50,7 @@ _PLAIN_NAME: Final = re.compile(
 _MOST_FILES: Final = 32
 _GROUP_READS: Final = 0o050
 _MOST_HEADER: Final = 100_000_000
+_MOST_MEMORY: Final = 4 << 30
 _MOST_RUNS: Final = 1 << 28
 _MOST_DIMS: Final = 64  # as PyTorch has
 _LONGEST_REASON: Final = 2_000
@@ -182,6 +184,7 @@ def _contents(
         content = _verified(folder, shard, stack)
         header_bytes = int.from_bytes(content[:8], "little")
         header, about = _said(shard.name, content, header_bytes)
+        _refuse_shared_bytes(shard.name, header)
         for name, entry in header.items():
             if name.startswith(_FILE) and len(beside) < _MOST_FILES:
                 start, end = (8 + header_bytes + place for place in entry["data_offsets"])
@@ -198,6 +201,10 @@ def _contents(
         held = sum(math.prod(piece.shape) for piece in tensor.pieces)
         if held != math.prod(tensor.shape):
             raise IncompleteError(f"{name}: the shards hold {held} of {math.prod(tensor.shape)}")
+        if _overlap(tensor.pieces):
+            raise IncompleteError(
+                f"{name}: the shards hold a part of it twice, and another not at all"
+            )
     if not kinds[_MODEL]:
         raise IncompleteError("the shards hold no tensor of a model")
     return {kind: tensors for kind, tensors in kinds.items() if tensors}, beside
@@ -214,6 +221,45 @@ def _said(
     if not isinstance(about, dict) or about.get("version") != 1:
         raise IncompleteError(f"{shard} was not written by version 1 of this format")
     return header, about
+
+
+def _refuse_shared_bytes(shard: str, header: Mapping[str, Any]) -> None:
+    """Refuse arrays that lie in the same bytes: a file of a megabyte would make an export of terabytes.
+
+    Raises:
+        IncompleteError: There are such.
+    """
+    filled = 0
+    for start, end in sorted(entry["data_offsets"] for entry in header.values()):
+        if start < filled:
+            raise IncompleteError(f"arrays of {shard} share bytes of it")
+        filled = max(filled, end)
+
+
+def _overlap(pieces: Sequence[Piece]) -> bool:
+    """Whether two boxes of a tensor have an element in common."""
+    boxes = [
+        [(offset, offset + size) for offset, size in zip(p.offsets, p.shape, strict=True)]
+        for p in pieces
+        if math.prod(p.shape)
+    ]
+    if len(boxes) < 2:  # noqa: PLR2004
+        return False
+    if not boxes[0]:
+        return True
+    # Along the dim that most of them divide, few lie beside each other.
+    along = max(range(len(boxes[0])), key=lambda dim: len({box[dim][0] for box in boxes}))
+    beside: list[list[tuple[int, int]]] = []
+    for box in sorted(boxes, key=lambda box: box[along]):
+        beside = [other for other in beside if other[along][1] > box[along][0]]
+        if any(_meet(box, other) for other in beside):
+            return True
+        beside.append(box)
+    return False
+
+
+def _meet(one: Sequence[tuple[int, int]], other: Sequence[tuple[int, int]]) -> bool:
+    return all(a < d and c < b for (a, b), (c, d) in zip(one, other, strict=True))
 
 
 def _add(tensors: dict[str, Whole], name: str, whole: Whole, piece: Piece) -> None:
@@ -387,6 +433,8 @@ def _write_file(path: Path, names: Iterable[str], tensors: Mapping[str, Whole]) 
 def _put_tensor(descriptor: int, tensor: Whole, start: int) -> None:
     item = tensor.item_bytes
     for piece in tensor.pieces:
+        if not piece.content:  # of hundreds of millions of rows, perhaps
+            continue
         length = run_length(tensor.shape, piece.shape) * item
         taken = 0
         for place in runs(tensor.shape, piece.offsets, piece.shape):
@@ -408,6 +456,8 @@ def _reason(error: Exception) -> str:
 def main() -> None:
     """Export as the command line says; code 0 with the files, else 1."""
     set_up_process()
+    # Of what is read of headers: shards themselves are mapped.
+    resource.setrlimit(resource.RLIMIT_DATA, (_MOST_MEMORY, _MOST_MEMORY))
     parser = argparse.ArgumentParser(prog="python -m services.worker.agent.storage.export")
     parser.add_argument("--root", type=Path, required=True)
     parser.add_argument("--job", required=True)
@@ -421,6 +471,9 @@ def main() -> None:
         outcome = ExportOutcome(reason=reason, corrupt_file=name)
     except (ChainError, IncompleteError, OSError, ValueError, KeyError) as error:
         outcome = ExportOutcome(reason=_reason(error))
+    except MemoryError:
+        reason = f"what the shards say of their arrays takes more than {_MOST_MEMORY >> 30} GiB"
+        outcome = ExportOutcome(reason=reason)
     # A header may have any form: lists for objects, a hundred thousand levels.
     except (TypeError, AttributeError, RecursionError) as error:
         outcome = ExportOutcome(
