@@ -77,12 +77,15 @@ def _with_few_connections(ranks: object) -> object:
     if not isinstance(ranks, list):
         return ranks
     room = _MOST_CONNECTIONS_OF_ALL
+    kept: list[object] = []
     for rank in ranks:
         told = rank.get("unanswered") if isinstance(rank, dict) else None
-        if isinstance(told, list):
-            rank["unanswered"] = told[:room]
-            room -= len(rank["unanswered"])
-    return ranks
+        if isinstance(rank, dict) and isinstance(told, list):
+            kept.append({**rank, "unanswered": told[:room]})
+            room -= min(len(told), room)
+        else:
+            kept.append(rank)
+    return kept
 
 
 class Findings(Message):
