@@ -314,7 +314,7 @@ def _retire(draft: Draft) -> None:
     count = min(job.spec.checkpoint.keep_last, _KEPT_NAMED)
     kept = tuple(c.id for c in checkpoints.newest(line, abandoned, count))
     for checkpoint in [*stuck, *surplus]:
-        _put(draft, checkpoints.given_up(checkpoint, draft.now_ms))
+        _put(draft, checkpoints.deleting(checkpoint, draft.now_ms))
         command = RetireCheckpoint(
             job_id=job.id, fence=job.fence, checkpoint_id=checkpoint.id, kept=kept
         )
@@ -325,7 +325,7 @@ def _is_stuck(checkpoint: Checkpoint, attempt: Attempt | None, now_ms: int) -> b
     """Whether its deletion was commanded long ago, or to an older attempt, and nobody told of it."""
     if checkpoint.state != CheckpointState.DELETING:
         return False
-    told_ms = checkpoint.given_up_ms
+    told_ms = checkpoint.deletion_asked_ms
     if told_ms is None or is_ahead(told_ms, now_ms) or now_ms - told_ms >= _STUCK_MS:
         return True
     return attempt is not None and told_ms <= attempt.started_ms

@@ -121,7 +121,7 @@ def on_removal(event: RemovalAsked, draft: Draft) -> None:
     _refuse_removal(job, known)
     if event.node_id is None:
         raise StateConflictError("no node is ready to delete its files; retry later")
-    _put(draft, checkpoints.given_up(known, draft.now_ms))
+    _put(draft, checkpoints.deleting(known, draft.now_ms))
     if known.state != CheckpointState.DELETING:
         draft.note(
             "checkpoint.deleting",

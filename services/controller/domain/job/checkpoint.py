@@ -39,7 +39,8 @@ class Checkpoint(Record):
 
     ``number`` is its place in the commit chain, ``node_id`` the node that linked it.
     ``corrupt_file`` differs from what was committed. ``checked_ms``: when a node last was done with
-    reading it, whatever it found. ``given_up_ms``: when its deletion was last commanded. ``evaluation``: the validation loss after its step, and metrics.
+    reading it, whatever it found. ``deletion_asked_ms``: when its deletion was last commanded. ``evaluation``: the
+    validation loss after its step, and metrics.
     """
 
     id: CheckpointId
@@ -58,7 +59,7 @@ class Checkpoint(Record):
     committed_ms: int | None = None
     verified_ms: int | None = None
     checked_ms: int | None = None
-    given_up_ms: int | None = None
+    deletion_asked_ms: int | None = None
     pinned: bool = False
     corrupt_file: str | None = None
     node_id: NodeId | None = None
@@ -177,9 +178,11 @@ def corrupted(checkpoint: Checkpoint, file: str, reason: str, now_ms: int) -> Ch
     )
 
 
-def given_up(checkpoint: Checkpoint, now_ms: int) -> Checkpoint:
+def deleting(checkpoint: Checkpoint, now_ms: int) -> Checkpoint:
     """The checkpoint once its deletion is commanded."""
-    return checkpoint.model_copy(update={"state": CheckpointState.DELETING, "given_up_ms": now_ms})
+    return checkpoint.model_copy(
+        update={"state": CheckpointState.DELETING, "deletion_asked_ms": now_ms}
+    )
 
 
 def last_verified(checkpoints: Iterable[Checkpoint]) -> Checkpoint | None:
