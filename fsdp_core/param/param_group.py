@@ -124,9 +124,14 @@ class FSDPParamGroup:
         return self.info.replicate.group is not None
 
     @property
-    def awaits_reduce(self) -> bool:
-        """Whether whole gradients of a backward that did not reduce were kept."""
-        return self._awaits_reduce
+    def is_reduction_overdue(self) -> bool:
+        """Whether gradients of earlier backwards wait for one that reduces.
+
+        Whole ones that were kept, or sums that wait for an all-reduce that is on again. The same
+        on all ranks.
+        """
+        sums_wait = self.options.all_reduce_grads and not self._partial.is_empty
+        return self._awaits_reduce or sums_wait
 
     @property
     def is_gathering(self) -> bool:
@@ -325,11 +330,8 @@ class FSDPParamGroup:
         Returns:
             One batch for each dtype that gradients travel in.
         """
-        waits = self._awaits_reduce or (
-            self.options.all_reduce_grads and not self._partial.is_empty
-        )
+        takes_part = was_reached or self.is_reduction_overdue
         self._awaits_reduce = self.borrowed_in_backward = False
-        takes_part = was_reached or waits
         agrees = self.options.agree_on_unused and takes_part and self._ranks > 1
         is_agreed = agrees and not self.options.reduce_unused
         batches = self._take_all(is_agreed=is_agreed)

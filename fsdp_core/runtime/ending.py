@@ -29,11 +29,13 @@ class Ending(Generic[U]):
     Attributes:
         ended: Units whose iteration ends.
         going_on: Units whose forward is not over: a backward ran within it.
+        left_out: The other units: the backward did not come through them.
         closes_pass: Whether the forward pass that is open, if any, is over too.
     """
 
     ended: tuple[U, ...]
     going_on: tuple[U, ...]
+    left_out: tuple[U, ...]
     closes_pass: bool
 
 
@@ -52,8 +54,10 @@ def ending_of(
         opener: The unit whose forward opened the pass that is not closed yet, if any.
         ends_all: Whether it came through the output of a unit's forward.
     """
-    ended = tuple(unit for unit in units if ends_all or unit in reached)
-    if opener is None or not opener.is_running:
-        return Ending(ended, (), closes_pass=ends_all or opener in reached)
-    going_on = tuple(unit for unit in units if unit.is_in_forward)
-    return Ending(tuple(u for u in ended if u not in going_on), going_on, closes_pass=False)
+    goes_on = opener is not None and opener.is_running
+    going_on = tuple(unit for unit in units if goes_on and unit.is_in_forward)
+    others = [unit for unit in units if unit not in going_on]
+    ended = tuple(unit for unit in others if ends_all or unit in reached)
+    left_out = tuple(unit for unit in others if unit not in ended)
+    closes_pass = not goes_on and (ends_all or opener in reached)
+    return Ending(ended, going_on, left_out, closes_pass=closes_pass)

@@ -309,8 +309,18 @@ class FSDPState(ShardedUnit):
     def complete_backward_within_forward(self) -> None:
         """Reduces what a backward within the unit's own forward added; the forward goes on."""
         self._may_miss_update = True
-        if self._has_new_grads or self._params.await_reduction:
+        if self._has_new_grads or self._params.is_reduction_overdue:
             self._reduce_and_stay_whole()
+
+    def reduce_overdue(self) -> None:
+        """Reduces what earlier backwards left, after one that did not come through the unit.
+
+        Not if its own is still to come, which reduces both at once.
+        """
+        is_due = self.options.reduce_grads and not self._awaits_backward
+        if is_due and self._params.is_reduction_overdue:
+            with self.tracer.phase("post_backward"):
+                self._params.reduce(self.options, self.context, was_reached=False, frees=False)
 
     def _reduce_and_stay_whole(self) -> None:
         """No other backward need follow, so that the next forward has to gather again."""

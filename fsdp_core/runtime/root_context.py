@@ -53,6 +53,9 @@ class Unit(Ends, Protocol):
     def complete_backward_within_forward(self) -> None:
         """Reduces what a backward within the unit's own forward added; the forward goes on."""
 
+    def reduce_overdue(self) -> None:
+        """Reduces what earlier backwards left, after one that did not come through the unit."""
+
     def go_idle(self) -> None:
         """Ends the iteration."""
 
@@ -303,6 +306,8 @@ class RootContext:
                 unit.complete_backward(is_whole=ends_all)
             for unit in ending.going_on:
                 unit.complete_backward_within_forward()
+            for unit in ending.left_out:
+                unit.reduce_overdue()
             # Not the last backward either leaves any: gradients that arrived after the user has
             # zeroed them, because the next forward raised, would stay.
             for pending in self.reduces.drain():

@@ -59,9 +59,9 @@ class UnitParams:
         )
 
     @property
-    def await_reduction(self) -> bool:
-        """Whether gradients of a backward that did not reduce wait for one that does."""
-        return any(group.awaits_reduce for group in self.groups)
+    def is_reduction_overdue(self) -> bool:
+        """Whether gradients of earlier backwards wait for one that reduces."""
+        return any(group.is_reduction_overdue for group in self.groups)
 
     @property
     def all(self) -> list[FSDPParam]:

@@ -22,12 +22,14 @@ UNITS = [ROOT, BODY, HEAD]
 
 def test_a_backward_through_a_forward_ends_all_units() -> None:
     assert ending_of(UNITS, {BODY}, None, ends_all=True) == Ending(
-        (ROOT, BODY, HEAD), (), closes_pass=True
+        (ROOT, BODY, HEAD), (), (), closes_pass=True
     )
 
 
 def test_one_that_came_otherwise_ends_the_units_it_reached() -> None:
-    assert ending_of(UNITS, {HEAD}, None, ends_all=False) == Ending((HEAD,), (), closes_pass=False)
+    assert ending_of(UNITS, {HEAD}, None, ends_all=False) == Ending(
+        (HEAD,), (), (ROOT, BODY), closes_pass=False
+    )
 
 
 @pytest.mark.parametrize(("reached", "closes"), [({HEAD}, True), ({BODY}, False)])
@@ -39,4 +41,5 @@ def test_a_pass_is_over_with_its_opener(reached: set[Unit], closes: bool) -> Non
 def test_a_forward_that_is_running_goes_on(ends_all: bool) -> None:  # noqa: FBT001 - a case
     opener = Unit("root", is_in_forward=True, is_running=True)
     ending = ending_of([opener, BODY, HEAD], {opener, HEAD}, opener, ends_all=ends_all)
-    assert ending == Ending((BODY, HEAD) if ends_all else (HEAD,), (opener,), closes_pass=False)
+    ended, left_out = ((BODY, HEAD), ()) if ends_all else ((HEAD,), (BODY,))
+    assert ending == Ending(ended, (opener,), left_out, closes_pass=False)

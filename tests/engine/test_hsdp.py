@@ -19,11 +19,14 @@ from tests.engine.versus import (
     Trace,
     assert_equal,
     assert_same_full,
+    assert_same_tensor,
     engines,
     groups_of,
     ours,
     train,
 )
+from tests.engine.ways.groups import head_alone_after_a_backward_without_reduction
+from tests.engine.ways.run import Run
 
 pytestmark = pytest.mark.ranks
 
@@ -223,6 +226,22 @@ class TwoLayers(nn.Module):
 
     def forward(self, x: torch.Tensor, names: tuple[str, ...]) -> torch.Tensor:
         return torch.stack([self.get_submodule(name)(x).square().sum() for name in names]).sum()
+
+
+def test_sums_that_wait_are_averaged_though_the_last_backward_is_of_the_head_alone(
+    gangs: Gangs,
+) -> None:
+    gangs(2).run(check_head_alone_at_last)
+
+
+def check_head_alone_at_last(ctx: RankContext) -> None:
+    mesh = grid(ctx, 2, 1)
+    found = Run(ctx, lambda module, **_: ours().shard(module, mesh=mesh)), Run(ctx, None)
+    for run in found:
+        head_alone_after_a_backward_without_reduction(run, "set_requires_all_reduce")
+    for mine, plain in zip(*(run.grads for run in found), strict=True):
+        for name, grad in mine.items():
+            assert_same_tensor(name, grad, plain[name], 1e-5, 1e-5)
 
 
 def check_skipped_at_last(ctx: RankContext) -> None:

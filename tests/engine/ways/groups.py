@@ -125,6 +125,22 @@ def head_without_reduction(run: Run) -> None:
     run.note()
 
 
+@way_beyond_the_reference
+def head_alone_after_a_backward_without_reduction(
+    run: Run, switch: str = "set_requires_gradient_sync"
+) -> None:
+    model = run.net()
+    set_reduces = getattr(model, switch) if run.shard is not None else lambda _: None
+    set_reduces(False)
+    backward(model(run.x()).square().sum())
+    set_reduces(True)
+    model.with_head = False
+    with torch.no_grad():
+        hidden = model(run.x(1))
+    for chunk in chunks_of(hidden):
+        run.backward(model.head(chunk))
+
+
 @way
 def frozen_head(run: Run) -> None:
     model = run.net()
