@@ -211,7 +211,8 @@ def test_a_redis_that_refuses_all_it_can_refuse_stops_no_training_and_loses_noth
     )
     cluster.redis.start()
     with (
-        redis.Redis.from_url(cluster.redis_url) as server,
+        # Redis answers once it is loaded, which takes four seconds and more.
+        redis.Redis.from_url(cluster.redis_url, socket_timeout=120) as server,
         redis.Redis.from_url(cluster.redis_url) as other,
         ThreadPoolExecutor() as beside,
     ):
