@@ -1,7 +1,9 @@
 """What an agent wrote too long or too often costs its own job or node: reads are bounded."""
 
+import asyncio
 import json
-from typing import Any
+from collections import Counter
+from typing import Any, cast
 
 import pytest
 from redis import Redis
@@ -111,6 +113,46 @@ async def test_samples_of_all_jobs_together_are_bounded_and_small_ones_are_read(
     async with redis_ports(redis_url) as ports:
         told = await ports.telemetry.samples(names)
     assert [name for name in names if told[name]] in ([n, names[4]] for n in names[:4])
+
+
+@pytest.mark.redis
+@pytest.mark.anyio
+async def test_samples_of_very_many_parts_are_not_read_and_others_have_the_loop_between_many(
+    redis_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first, second = (new_job_id(number, bytes(10)) for number in range(2))
+    sample = json.loads(
+        RankSample(
+            rank=0, local_rank=0, fence=1, node_id=NODE, device="cpu", pid=1, phase="IDLE", step=1
+        ).model_dump_json()
+    )
+    lists = json.dumps(sample | {"issued": {"g": [[]] * 1_000_000}})
+    many = {str(rank): json.dumps(sample | {"rank": rank}) for rank in range(2_000)}
+    with Redis.from_url(redis_url) as redis:
+        redis.hset(keys.job_ranks(first), "0", lists)
+        redis.hset(keys.job_ranks(second), mapping=cast("dict[Any, Any]", many))
+    rounds, read_in = 0, Counter[int]()
+    parse = RankSample.model_validate_json
+
+    def counted(text: str) -> RankSample:
+        assert len(text) < len(lists)
+        read_in[rounds] += 1
+        return parse(text)
+
+    async def go_round() -> None:
+        nonlocal rounds
+        while True:
+            rounds += 1
+            await asyncio.sleep(0)
+
+    monkeypatch.setattr(RankSample, "model_validate_json", counted)
+    async with redis_ports(redis_url) as ports:
+        going = asyncio.create_task(go_round())
+        told = await ports.telemetry.samples([first, second])
+        going.cancel()
+    assert not told[first]
+    assert len(told[second]) == 2_000
+    assert max(read_in.values()) <= 200
 
 
 @pytest.mark.redis

@@ -115,17 +115,17 @@ class Unreadable:
         Those that cannot are named together, and logged once: there may be hundreds of thousands.
         """
         found: list[T] = []
-        fault: ValidationError | None = None
+        fault: ValueError | None = None
         for text in texts:
             try:
                 found.append(parse(text))
-            except ValidationError as error:
+            except ValueError as error:
                 fault = fault or error
         if fault is not None:
             self.note_some_of(key, fault)
         return found
 
-    def note_some_of(self, key: str, error: ValidationError) -> None:
+    def note_some_of(self, key: str, error: ValueError) -> None:
         """Some records in one key cannot be read, the others can."""
         self.note(f"{key} (some records)", None, error)
 

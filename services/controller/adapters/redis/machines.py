@@ -32,7 +32,6 @@ _STEPS_A_READ: Final = 2_000
 # As PTTL says it, and the script of leases.
 _ABSENT: Final = -2
 _MISTYPED: Final = -3
-_LONGEST_SAMPLES: Final = 64 << 20
 _Record = TypeVar("_Record", StepRecord, MetricRecord)
 
 

@@ -5,6 +5,7 @@ import contextlib
 import secrets
 import time
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping, Sequence
+from itertools import islice
 from typing import Any, Final, NamedTuple, TypeVar
 
 from redis.asyncio import Redis
@@ -49,6 +50,10 @@ _BEGINNING: Final = "0-0"
 # A long job has many steps: between two reads the loop gets to renew its lease.
 _STEPS_A_READ: Final = 2_000
 _LONGEST_SAMPLES: Final = 64 << 20
+# A sample has some twenty fields and two tables of 64 groups at most: of one with millions of lists each is made before
+# the first is refused. Between so many samples others have the loop.
+_PARTS_OF_A_SAMPLE: Final = 1_024
+_SAMPLES_AT_ONCE: Final = 200
 # Estimates of the queue are made at each change: so long they do with the steps that were read.
 _RECENT_S: Final = 1.0
 # A server for telemetry that did not answer is asked again after so long: each look would wait for it.
@@ -117,13 +122,23 @@ class RedisTelemetry:
                 rows = await pipe.execute(raise_on_error=False)
             told = self._clients.unreadable.of_their_type(map(self._ranks, fit), rows)
         known = dict(zip(fit, told, strict=True))
-        read_all = self._clients.unreadable.read_all
-        found: dict[str, dict[int, _OfRank]] = {}
-        for name in job_ids:
-            row = known.get(name) or {}
-            told = read_all(self._ranks(name), kind.model_validate_json, row.values())
-            found[name] = {each.rank: each for each in told}
-        return found
+        return {name: await self._read_ranks(kind, name, known.get(name)) for name in job_ids}
+
+    async def _read_ranks(
+        self, kind: type[_OfRank], job_id: str, row: Mapping[str, str] | None
+    ) -> dict[int, _OfRank]:
+        def parse(text: str) -> _OfRank:
+            parts = sum(map(text.count, "[{,"))
+            if parts > _PARTS_OF_A_SAMPLE:
+                raise ValueError(f"{parts} parts")
+            return kind.model_validate_json(text)
+
+        found: list[_OfRank] = []
+        texts = iter((row or {}).values())
+        while some := list(islice(texts, _SAMPLES_AT_ONCE)):
+            found += self._clients.unreadable.read_all(self._ranks(job_id), parse, some)
+            await asyncio.sleep(0)
+        return {each.rank: each for each in found}
 
     async def _of_fit_size(self, job_ids: Sequence[str]) -> frozenset[str]:
         """Jobs whose samples can be read. Every agent may add to them, and the loops read them."""
