@@ -183,15 +183,16 @@ async def served(
 ) -> AsyncIterator[Served]:
     """Serve; ``parts`` are the sizes in which a request's body comes."""
 
-    async def answer(_scope: Scope, receive: Receive, send: Send) -> None:
+    async def answer(scope: Scope, receive: Receive, send: Send) -> None:
         more = parts is not None
         while more and parts is not None:
             message = await receive()
             parts.append(len(message.get("body", b"")))
             more = message.get("more_body", False)
         await send({"type": "http.response.start", "status": 200, "headers": []})
-        for _ in range(100):
-            await send({"type": "http.response.body", "body": bytes(1 << 20), "more_body": True})
+        size = 8 << 20 if scope["path"] == "/whole" else 1 << 20
+        for _ in range((100 << 20) // size):
+            await send({"type": "http.response.body", "body": bytes(size), "more_body": True})
         await send({"type": "http.response.body"})
 
     config = uvicorn.Config(answer, log_config=None, lifespan="off")
@@ -282,6 +283,57 @@ def tls() -> tuple[ssl.SSLContext, ssl.SSLContext]:
     client = ssl.create_default_context()
     authority.configure_trust(client)
     return server, client
+
+
+@pytest.mark.anyio
+async def test_answers_behind_tls_that_nobody_reads_are_counted_and_let_go(
+    tls: tuple[ssl.SSLContext, ssl.SSLContext],
+) -> None:
+    ours, theirs = tls
+    request = b"GET /whole HTTP/1.1\r\nHost: x\r\n\r\n"
+    writers: list[asyncio.StreamWriter] = []
+
+    async def ask(server: Served) -> None:
+        _, writer = await asyncio.open_connection(
+            *server.address, ssl=theirs, server_hostname="localhost"
+        )
+        writer.write(request)
+        writers.append(writer)
+
+    async with served(ConnectionLimits(unread_bytes=6 << 20), tls=ours) as server:
+        for _ in range(4):
+            await ask(server)
+        await sooner_or_later(lambda: len(server.state.connections) == 1)
+    async with served(ConnectionLimits(request_s=1.0), tls=ours) as server:
+        await ask(server)
+        await sooner_or_later(lambda: bool(server.state.tasks))
+        await sooner_or_later(lambda: not server.state.connections)
+    for writer in writers:
+        writer.transport.abort()
+
+
+@pytest.mark.anyio
+@pytest.mark.parametrize("is_tls", [False, True], ids=["http", "https"])
+async def test_a_body_whose_length_is_known_is_read_in_large_parts_and_nothing_behind_it(
+    tls: tuple[ssl.SSLContext, ssl.SSLContext],
+    is_tls: bool,  # noqa: FBT001 a parameter of pytest's
+) -> None:
+    ours, theirs = tls if is_tls else (None, None)
+    sizes: list[int] = []
+    head = b"POST / HTTP/1.1\r\nHost: x\r\nContent-Length: 4000000\r\n\r\n"
+    in_chunks = b"POST / HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n"
+    async with served(ConnectionLimits(), sizes, ours) as server:
+        reader, writer = await asyncio.open_connection(
+            *server.address, ssl=theirs, server_hostname="localhost" if is_tls else None
+        )
+        writer.write(head + bytes(4_000_000) + in_chunks + b"1\r\na\r\n" * 5_000)
+        await sooner_or_later(lambda: sum(sizes) >= 4_000_000)
+        assert len(sizes) < 2_000
+        before = len(sizes)
+        while sum(sizes) < 4_003_000:
+            await reader.read(1 << 20)
+        assert max(sizes[before:]) < 1_000
+        writer.transport.abort()
 
 
 @pytest.mark.anyio

@@ -19,8 +19,9 @@ from services.controller.api.uploads import is_code
 _AT_ONCE: Final = 8
 # Each that waits has one of the connections, of which there are 512 unless the settings say otherwise.
 _WAITING_AT_MOST: Final = 128
-# A process that was stopped meanwhile does not owe others that time.
-_LONGEST_PAUSE_S: Final = 1.0
+# Parsing takes a third of it: other work of that round of the loop, or a process that was stopped meanwhile, is
+# nothing that others have to be given time for.
+_LONGEST_PAUSE_S_A_BYTE: Final = 4e-6
 # It waits for a node, and works little.
 _MAKES_A_PLAN: Final = ("POST", "/v1/plans")
 
@@ -101,7 +102,7 @@ class Turns:
 
 
 class ParsingRounds:
-    """Bodies are parsed one at a time, and after each one the loop is others' for as long as it took.
+    """Bodies are parsed one at a time, and after each one the loop is others' for about as long as it took.
 
     To parse and judge a body is one step of the loop, of up to a third of a second for the largest ones.
     """
@@ -110,14 +111,15 @@ class ParsingRounds:
         self._turns = Turns()
         self._free_from = 0.0
 
-    async def begin(self, subject: str) -> None:
+    async def begin(self, subject: str, size: int) -> None:
         """Wait for the turn of this subject's body: who asked parses it before it awaits anything else."""
         loop = asyncio.get_running_loop()
         async with self._turns.of(subject):
+            await asyncio.sleep(0)  # another may be parsed in this round
             await asyncio.sleep(max(0.0, self._free_from - loop.time()))
             # In the queue of the loop this is before the next one whose turn it is.
-            loop.call_soon(self._parsed, loop.time())
+            loop.call_soon(self._parsed, loop.time(), size * _LONGEST_PAUSE_S_A_BYTE)
 
-    def _parsed(self, began: float) -> None:
+    def _parsed(self, began: float, longest_s: float) -> None:
         now = asyncio.get_running_loop().time()
-        self._free_from = now + min(now - began, _LONGEST_PAUSE_S)
+        self._free_from = now + min(now - began, longest_s)

@@ -27,11 +27,17 @@ _END_OF_HEAD: Final = re.compile(rb"\n\r?\n")
 # So much is read at a time: that many bytes of chunks of one byte take a thousandth of a second to parse, and each of
 # 512 connections may have such in one round of the loop, which also renews the lead.
 _READ_BYTES: Final = 1_024
+# Of a body whose length was announced there is nothing to parse: no more than is left of it, for what comes behind it may
+# be in chunks.
+_READ_BYTES_OF_A_BODY: Final = 1 << 16
 # Of a body in chunks: what is not its content, and all that comes once the answer is out. As small chunks, so much
 # takes a thirtieth of a second to parse. Beside that each chunk of 512 bytes or more has its framing, so that an
 # archive of code of any size passes as clients send it.
 _MOST_FRAMING_BYTES: Final = 1 << 15
 _CONTENT_FOR_A_FRAMING_BYTE: Final = 64
+
+
+_PIECE_BYTES: Final = 1 << 16
 
 
 @dataclass(frozen=True)
@@ -60,6 +66,7 @@ class BoundedProtocol(H11Protocol):
     _deadline: asyncio.TimerHandle | None = None
     _stalled: asyncio.TimerHandle | None = None
     _framing_bytes: int = 0
+    _left: int = 0
     _lines: int = 0
     _last_bytes: bytes = b""
     _is_refused: bool = False
@@ -74,8 +81,7 @@ class BoundedProtocol(H11Protocol):
         super().connection_made(transport)
         # Without it, a kept connection's answer waits 40 ms for the client's acknowledgement: asyncio
         # asks for it only where the listening socket names its protocol.
-        selector_transport: Any = transport
-        selector_transport.max_size = _READ_BYTES
+        self._read_at_a_time(_READ_BYTES)
         accepted: Any = transport.get_extra_info("socket")
         accepted.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         if len(self.connections) > self.limits.open_at_once:
@@ -100,7 +106,14 @@ class BoundedProtocol(H11Protocol):
                 self.transport.abort()
         else:
             self._framing_bytes = 0
+        came = len(data) if self.cycle is cycle else self._taken()
+        self._left = (self._left if self.cycle is cycle else self._announced()) - came
+        self._read_at_a_time(max(_READ_BYTES, min(self._left, _READ_BYTES_OF_A_BODY)))
         self._watch()
+
+    def _read_at_a_time(self, size: int) -> None:
+        transport: Any = self.transport
+        transport.max_size = size
 
     def _has_many_lines(self, data: bytes) -> bool:
         """Whether a head of which this is a part has more lines than any that is meant well."""
@@ -163,6 +176,13 @@ class BoundedProtocol(H11Protocol):
         """How much of the body waits for the application, which takes nothing meanwhile."""
         cycle: RequestResponseCycle | None = self.cycle  # before the first request there is none
         return 0 if cycle is None else len(cycle.body)
+
+    def _announced(self) -> int:
+        """How long a body will be; 0 where that is not known, or there is none."""
+        if self.conn.their_state is not h11.SEND_BODY:
+            return 0
+        lengths = [value for name, value in self.scope["headers"] if name == b"content-length"]
+        return int(lengths[0]) if lengths else 0
 
     def _is_in_chunks(self) -> bool:
         return any(name == b"transfer-encoding" for name, _ in self.scope["headers"])
@@ -230,6 +250,15 @@ class BoundedTlsProtocol(BoundedProtocol, asyncio.BufferedProtocol):
         super().__init__(*arguments, **options)
         self._buffer = memoryview(bytearray(_READ_BYTES))
 
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override] # as in uvicorn
+        """Take the connection; what it is sent is written in pieces."""
+        in_pieces: Any = _WritesInPieces(transport)
+        super().connection_made(in_pieces)
+
+    def _read_at_a_time(self, size: int) -> None:
+        if size != len(self._buffer):
+            self._buffer = memoryview(bytearray(size))
+
     def get_buffer(self, sizehint: int) -> memoryview:  # noqa: ARG002 asyncio names it
         """Where the next bytes go; what is left over comes in a later turn of the loop."""
         return self._buffer
@@ -237,6 +266,24 @@ class BoundedTlsProtocol(BoundedProtocol, asyncio.BufferedProtocol):
     def buffer_updated(self, nbytes: int) -> None:
         """Take them."""
         self.data_received(bytes(self._buffer[:nbytes]))
+
+
+class _WritesInPieces:
+    """A transport behind TLS that knows how much is unread.
+
+    What asyncio has encrypted and handed on in one write it does not count, and the protocol is not told that the
+    client does not read: of many writes that is true of the first alone.
+    """
+
+    def __init__(self, transport: asyncio.Transport) -> None:
+        self._transport = transport
+
+    def write(self, data: bytes) -> None:
+        for start in range(0, len(data), _PIECE_BYTES):
+            self._transport.write(data[start : start + _PIECE_BYTES])
+
+    def __getattr__(self, name: str) -> Any:  # noqa: ANN401 all else is the transport's
+        return getattr(self._transport, name)
 
 
 def _cancel(timer: asyncio.TimerHandle | None) -> asyncio.TimerHandle | None:

@@ -1,5 +1,6 @@
 """What every request passes through: its id, its line in the log, its size limit."""
 
+import contextlib
 import re
 import secrets
 import time
@@ -24,6 +25,8 @@ MAX_BODY_BYTES: Final = 1 << 18
 # closes, the kernel shows a reset in place of the answer.
 _READ_AT_MOST: Final = 1 << 21
 _LARGE_BODY_BYTES: Final = 1 << 14
+# A few milliseconds at most.
+_SMALL_BODY_BYTES: Final = 1 << 10
 _MOST_LARGE: Final = 32
 # No browser takes an answer for a script or a page, nor hands it to a page of another origin.
 _ALWAYS: Final = {
@@ -104,7 +107,8 @@ class BodyLimit:
     """ASGI middleware: refuses bodies above 256 KiB, announced or not, other than of code.
 
     The application gets them one at a time, those of one subject after another's: many that come together, of one
-    or several subjects, must not keep the loop from renewing the lead. Of one subject 32 large ones are held.
+    or several subjects, must not keep the loop from renewing the lead. Of one subject 32 large ones may wait, and small
+    ones need not.
     """
 
     def __init__(self, app: ASGIApp) -> None:
@@ -150,22 +154,29 @@ class BodyLimit:
             )
             await answer(scope, receive, send)
             return
-        self._large[subject] += is_large
-        try:
-            await self._app(scope, self._in_turn(bytes(body), subject, receive), send)
-        finally:
-            self._large[subject] -= is_large
-            self._large += Counter()  # forgets subjects that have none
+        with contextlib.ExitStack() as waiting:
+            if is_large:
+                self._large[subject] += 1
+                waiting.callback(self._waits_no_more, subject)
+            turn = self._in_turn(bytes(body), subject, receive, waiting)
+            await self._app(scope, turn, send)
 
-    def _in_turn(self, body: bytes, subject: str, receive: Receive) -> Receive:
+    def _waits_no_more(self, subject: str) -> None:
+        self._large[subject] -= 1
+        self._large += Counter()  # forgets subjects that have none
+
+    def _in_turn(
+        self, body: bytes, subject: str, receive: Receive, waiting: contextlib.ExitStack
+    ) -> Receive:
         """The body that was read, once, when it may be parsed; then whatever the server says next."""
         pending = [body]
 
         async def replay() -> Message:
             if not pending:
                 return await receive()
-            if body:
-                await self._rounds.begin(subject)
+            if len(body) > _SMALL_BODY_BYTES:
+                await self._rounds.begin(subject, len(body))
+            waiting.close()
             return {"type": "http.request", "body": pending.pop(), "more_body": False}
 
         return replay
