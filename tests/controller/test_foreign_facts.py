@@ -153,6 +153,8 @@ def test_what_a_node_says_of_ranks_that_it_has_not_or_of_one_again_changes_nothi
     failed = decide(job, GangEnded(**about, exits=exits[1:], last_step=9), NOW).job
     assert failed.attempts[-1].failure is not None
     assert failed.attempts[-1].failure.error == "1 of 1"
+    foreign = GangEnded(**about, exits=exits[2:], last_step=9)
+    assert decide(job, foreign, NOW) == Decision(job)
 
 
 def test_a_vote_for_a_rank_that_its_node_has_not_is_none() -> None:
@@ -160,14 +162,17 @@ def test_a_vote_for_a_rank_that_its_node_has_not_is_none() -> None:
     assert decide(job, vote(job, 10, 2), NOW) == Decision(job)
 
 
-def test_of_ranks_that_a_node_has_not_no_stacks_are_kept() -> None:
+def test_of_ranks_that_a_node_has_not_and_of_other_attempts_no_stacks_are_kept() -> None:
     async def course(leader: Leader) -> None:
         job = new_job()
         await keep(leader, job, placed(job), launched(job))
         ranks = tuple(RankFinding(rank=rank, pid=1, phase="F", stacks="s") for rank in (1, 2))
         findings = Findings(why="asked", still_s=0, allowed_s=0, ranks=ranks)
-        await leader.hear(GangDiagnosed(job_id=job.id, fence=1, node_id=NODE, findings=findings))
-        assert [told.rank for told in await leader.ports.telemetry.stacks(job.id)] == [1]
+        for fence in (1, 7):
+            about = {"job_id": job.id, "fence": fence, "node_id": NODE}
+            await leader.hear(GangDiagnosed(**about, findings=findings))
+        kept = await leader.ports.telemetry.stacks(job.id)
+        assert [(told.rank, told.fence) for told in kept] == [(1, 1)]
 
     play(course)
 

@@ -176,7 +176,8 @@ async def _apply(
     """The job after what happened to it; None where there is none any more, or none readable."""
     try:
         stored = await apply_events(ports, job_id, occurrences, actor, epoch)
-        own = [one for one in stacks if one.rank in stored.job.ranks_on(one.node_id)]
+        job = stored.job
+        own = [s for s in stacks if s.fence == job.fence and s.rank in job.ranks_on(s.node_id)]
         await ports.telemetry.keep_stacks(job_id, own)
         if any(isinstance(one.event, CheckpointLinked) for one in occurrences):
             await let_go_of_origin(ports, stored.job, epoch)

@@ -226,6 +226,10 @@ def is_foreign(job: Job, event: JobEvent) -> bool:
     attempt = job.attempt
     if is_of_attempt and attempt is not None and event.node_id not in attempt.incarnations:
         return True
+    # An end of ranks that a node has not says nothing of those that it has.
+    if isinstance(event, GangEnded) and event.exits:
+        ranks = job.ranks_on(event.node_id)
+        return all(gone.rank not in ranks for gone in event.exits)
     # A rank's vote is told by its own node.
     if isinstance(event, CheckpointVoted) and event.shard.rank not in job.ranks_on(event.node_id):
         return True

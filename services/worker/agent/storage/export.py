@@ -457,7 +457,12 @@ def main() -> None:
     """Export as the command line says; code 0 with the files, else 1."""
     set_up_process()
     # Of what is read of headers: shards themselves are mapped.
-    resource.setrlimit(resource.RLIMIT_DATA, (_MOST_MEMORY, _MOST_MEMORY))
+    _, most = resource.getrlimit(resource.RLIMIT_DATA)
+    memory = _MOST_MEMORY if most == resource.RLIM_INFINITY else min(_MOST_MEMORY, most)
+    resource.setrlimit(resource.RLIMIT_DATA, (memory, memory))
+    # Each shard takes two.
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
     parser = argparse.ArgumentParser(prog="python -m services.worker.agent.storage.export")
     parser.add_argument("--root", type=Path, required=True)
     parser.add_argument("--job", required=True)
@@ -472,7 +477,7 @@ def main() -> None:
     except (ChainError, IncompleteError, OSError, ValueError, KeyError) as error:
         outcome = ExportOutcome(reason=_reason(error))
     except MemoryError:
-        reason = f"what the shards say of their arrays takes more than {_MOST_MEMORY >> 30} GiB"
+        reason = f"what the shards say of their arrays takes more than {memory >> 20} MiB"
         outcome = ExportOutcome(reason=reason)
     # A header may have any form: lists for objects, a hundred thousand levels.
     except (TypeError, AttributeError, RecursionError) as error:
