@@ -2,7 +2,7 @@ r"""What the command line writes: data are shown as data, whatever they hold.
 
 Names, errors and log lines come from jobs and from whoever reaches the controller. Brackets in them are
 no markup, and a control character, which a terminal would obey, is shown as an escape (``\x1b``). Where a text has
-several lines, only the first stands where our own words begin.
+several lines, only the first stands where our own words begin; the terminal wraps a long one as it likes.
 """
 
 import re

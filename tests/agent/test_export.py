@@ -322,3 +322,9 @@ def test_the_runs_of_a_box_are_its_elements_in_order(data: st.DataObject) -> Non
     found = [start + i for start in runs(whole, offsets, shape) for i in range(length)]
     ranges = [range(o, o + n) for o, n in zip(offsets, shape, strict=True)]
     assert found == [value(place, whole) for place in itertools.product(*ranges)]
+
+
+def test_a_tensor_of_more_boxes_than_ranks_may_be_is_refused() -> None:
+    piece = exporting.Piece((0,), (1,), memoryview(b"1234"))
+    with pytest.raises(exporting.IncompleteError, match="65537 boxes"):
+        exporting._overlap([piece] * 65_537)

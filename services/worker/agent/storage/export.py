@@ -52,6 +52,7 @@ _GROUP_READS: Final = 0o050
 _MOST_HEADER: Final = 100_000_000
 _MOST_MEMORY: Final = 4 << 30
 _MOST_RUNS: Final = 1 << 28
+_MOST_BOXES: Final = 1 << 16  # of a tensor: one a rank
 _MOST_DIMS: Final = 64  # as PyTorch has
 _LONGEST_REASON: Final = 2_000
 _ITEM_BYTES: Final = {
@@ -237,7 +238,13 @@ def _refuse_shared_bytes(shard: str, header: Mapping[str, Any]) -> None:
 
 
 def _overlap(pieces: Sequence[Piece]) -> bool:
-    """Whether two boxes of a tensor have an element in common."""
+    """Whether two boxes of a tensor have an element in common.
+
+    Raises:
+        IncompleteError: There are more than ranks may be: to compare a million takes an hour.
+    """
+    if len(pieces) > _MOST_BOXES:
+        raise IncompleteError(f"a tensor lies in {len(pieces)} boxes, more than {_MOST_BOXES}")
     boxes = [
         [(offset, offset + size) for offset, size in zip(p.offsets, p.shape, strict=True)]
         for p in pieces
