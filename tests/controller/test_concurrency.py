@@ -169,6 +169,32 @@ async def test_bodies_are_parsed_by_turns_and_few_large_ones_of_a_subject_are_he
     assert "mia" in served[:3]
 
 
+async def test_small_bodies_wait_for_no_turn_and_large_ones_count_until_they_have_theirs() -> None:
+    handed_over, answers = list[int](), list[int]()
+    all_have_theirs, answered = asyncio.Event(), asyncio.Event()
+
+    async def app(_scope: Scope, receive: Receive, send: Send) -> None:
+        message = await receive()
+        handed_over.append(len(message["body"]))
+        if len(handed_over) == 33:
+            all_have_theirs.set()
+        await answered.wait()
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+
+    async def note(message: Message) -> None:
+        answers.append(message.get("status", 0))
+
+    limit = BodyLimit(app)
+    async with asyncio.timeout(20), asyncio.TaskGroup() as group:
+        for size in [20_000] * 32 + [100]:
+            group.create_task(limit(_asks("max"), _sends(bytes(size)), note))
+        await all_have_theirs.wait()
+        assert handed_over[0] == 100
+        group.create_task(limit(_asks("max"), _sends(bytes(20_000)), note))
+        answered.set()
+    assert answers == [200] * 34
+
+
 @pytest.mark.parametrize("size", [1_100, 16_000, 262_000])
 async def test_no_two_bodies_are_parsed_in_one_round_of_the_loop(size: int) -> None:
     """Whoever sent them: those of many subjects together cost a controller its lead."""

@@ -207,7 +207,7 @@ class BoundedProtocol(H11Protocol):
         self._end_stalled()
 
     def _end_stalled(self) -> None:
-        """End the connections that have not been read for longest, until what is unread of all is within its limit."""
+        """End the connections that have gone unread longest, until all unread answers are within their limit."""
         others = (c for c in self.connections if isinstance(c, BoundedProtocol))
         stalled = [(c._stalled.when(), id(c), c) for c in others if c._stalled is not None]  # noqa: SLF001 its own class
         sizes = {place: c.transport.get_write_buffer_size() for _, place, c in stalled}
