@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Protocol
 import torch
 import torch.distributed as dist
 
+from fsdp_core.comm.desync import with_time_out
 from fsdp_core.comm.strategies import (
     AllGather,
     DefaultAllGather,
@@ -148,7 +149,8 @@ class GroupCollectives:
         self, output: torch.Tensor, contribution: torch.Tensor, op: ReduceOp, *, on_stream: bool
     ) -> dist.Work | None:
         """By the strategy."""
-        return self._reduce(output, contribution, self._reduce_group, op, async_op=not on_stream)
+        work = self._reduce(output, contribution, self._reduce_group, op, async_op=not on_stream)
+        return None if work is None else with_time_out(work, self._group, output.device)
 
     def all_reduce(
         self, buffer: torch.Tensor, op: ReduceOp, *, on_stream: bool

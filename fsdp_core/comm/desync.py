@@ -7,12 +7,12 @@ process, or by mixing up what belongs to different units.
 So each rank predicts its next collective from those before it: what came last time after the same
 three. As long as ranks are in step they predict alike; the first difference between them is
 therefore a surprise to at least one. A surprised rank starts nothing before all others turn out
-to be about to start the same, which takes one small all-reduce. A rank that is not surprised
+to be about to start the same, which takes a small reduction and a broadcast. A rank that is not surprised
 starts at once; gloo keeps different kinds of collectives apart, so the two wait for each other.
 Whoever has waited for `PATIENCE` tells in the store of the default process group what it has
 started, and looks what others have told; the second time it logs whom it waits for. Training that repeats itself thus costs a dictionary
 look-up per collective; the first step, and each change of course that all ranks make together,
-costs one all-reduce of 16 bytes per collective.
+costs 16 bytes to the first rank and back per collective.
 
 Only collectives of gloo are watched: on an accelerator the host runs ahead of them.
 """
@@ -33,6 +33,7 @@ import torch
 import torch.distributed as dist
 
 from fsdp_core import torch_private
+from fsdp_core.comm.waiter import TimedWork, Waiter
 from fsdp_core.errors import DesyncError
 
 if TYPE_CHECKING:
@@ -62,6 +63,7 @@ class _Log:
         predictions: What followed three collectives the last time.
         surprises: Collectives that were not predicted.
         told: Numbers of those that this rank has told of.
+        waiter: For works that take no time-out.
     """
 
     generation: int
@@ -71,6 +73,7 @@ class _Log:
     predictions: dict[tuple[str, ...], str] = field(default_factory=dict)
     surprises: int = 0
     told: set[int] = field(default_factory=set)
+    waiter: Waiter = field(default_factory=Waiter)
 
     @classmethod
     def of(cls, group: dist.ProcessGroup) -> _Log:
@@ -132,6 +135,16 @@ def in_step(group: dist.ProcessGroup | None, device: torch.device, what: str) ->
             log.last[log.count] += ", which raised before it started"
             log.told.discard(log.count)
         raise
+
+
+def with_time_out(work: dist.Work, group: dist.ProcessGroup, device: torch.device) -> dist.Work:
+    """Has the work of a reduce-scatter of gloo, started after `keep_step`, take a time-out.
+
+    Without, a rank that waits for one that others never start would neither tell nor learn of it.
+    """
+    log = _logs.get(group) if device.type == "cpu" else None
+    # Another class, of the user's strategy for example, need not like another thread.
+    return work if log is None or type(work) is not dist.Work else TimedWork(work, log.waiter)
 
 
 def wait_in_step(work: dist.Work, group: dist.ProcessGroup | None, device: torch.device) -> None:
@@ -197,7 +210,10 @@ def _agree(group: dist.ProcessGroup, log: _Log) -> None:
     digest = int.from_bytes(sha256(log.last[log.count].encode()).digest()[:7], "big")
     # The largest and the smallest digest are the same exactly if all are.
     extremes = torch.tensor([digest, -digest])
-    _wait(torch_private.uncounted_all_reduce(extremes, dist.ReduceOp.MAX, group), group, log)
+    # By two kinds of collectives that the engine starts nowhere else. Gloo mixes up those of one kind, and a
+    # rank that is not surprised may have started a reduce-scatter, which gloo does by an all-reduce.
+    _wait(torch_private.uncounted_reduce(extremes, dist.ReduceOp.MAX, group), group, log)
+    _wait(torch_private.uncounted_broadcast(extremes, group), group, log)
     largest, smallest = extremes.tolist()
     if largest != -smallest:
         _tell(group, log)

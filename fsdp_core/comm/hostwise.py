@@ -103,9 +103,9 @@ class HostwiseCollectives(GroupCollectives):
         for rows in more:
             partial += rows
         within.give_back(box)
-        work = self._across.reduce_scatter(output, partial.view(-1))
+        work = self._across.all_reduce(partial)
         divisor = self.size if op == ReduceOp.AVG else 1
-        return cast("dist.Work", _Sum(work, partial, output, divisor, within))
+        return cast("dist.Work", _Sum(work, partial[self._host], output, divisor, within))
 
     def _view(self, place: int, at: int, rows: int, numel: int, dtype: torch.dtype) -> torch.Tensor:
         return self.within.view(place, at, rows * numel, dtype).view(rows, numel)
@@ -135,13 +135,13 @@ class _Sum:
     def __init__(
         self,
         work: dist.Work,
-        partial: torch.Tensor,
+        row: torch.Tensor,
         output: torch.Tensor,
         divisor: int,
         within: SharedMemoryAxis,
     ) -> None:
         self._work = work
-        self._partial = partial  # the work refers to its memory
+        self._row = row
         self._output = output
         self._divisor = divisor
         self._within = within
@@ -150,7 +150,9 @@ class _Sum:
         """Again, where it timed out."""
         _wait_for(self._work, timeout, self._within)
         if self._divisor != 1:
-            self._output.div_(self._divisor)
+            torch.div(self._row, self._divisor, out=self._output)
+        else:
+            self._output.copy_(self._row)
         return True
 
 

@@ -29,7 +29,8 @@ from fsdp_core.torch_private.groups import (
     set_symmetric_backend,
     store_within,
     symmetric_pool,
-    uncounted_all_reduce,
+    uncounted_broadcast,
+    uncounted_reduce,
 )
 from fsdp_core.torch_private.meshes import (
     flattened_mesh,
@@ -150,7 +151,8 @@ __all__ = [
     "symmetric_pool",
     "transforms_active",
     "tree_map_only",
-    "uncounted_all_reduce",
+    "uncounted_broadcast",
+    "uncounted_reduce",
     "versions",
     "waited",
     "wrapper_of",

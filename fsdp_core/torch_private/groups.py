@@ -48,15 +48,23 @@ def allocator_of(
     return lambda size, dtype: backend.allocate_tensor(size, dtype=dtype, device=device)
 
 
-def uncounted_all_reduce(
+def uncounted_reduce(
     tensor: torch.Tensor, op: dist.ReduceOp.RedOpType, group: dist.ProcessGroup
 ) -> dist.Work:
-    """An all-reduce that neither `CommDebugMode` nor wrappers of torch.distributed see.
+    """Reduces to the first rank of `group`; neither `CommDebugMode` nor wrappers of torch.distributed see it.
 
     Every public way passes the dispatcher, where PyTorch counts collectives.
     """
-    backend = cast("Any", group._get_backend(tensor.device))
-    return cast("dist.Work", backend.allreduce([tensor], op))
+    return cast("dist.Work", _backend(group, tensor).reduce(tensor, 0, op))
+
+
+def uncounted_broadcast(tensor: torch.Tensor, group: dist.ProcessGroup) -> dist.Work:
+    """Broadcasts from the first rank of `group`, as unseen as `uncounted_reduce`."""
+    return cast("dist.Work", _backend(group, tensor).broadcast(tensor, 0))
+
+
+def _backend(group: dist.ProcessGroup, tensor: torch.Tensor) -> Any:  # noqa: ANN401 - PyTorch does not type it
+    return group._get_backend(tensor.device)
 
 
 def store_within(prefix: str, store: Store) -> Store:
@@ -82,9 +90,12 @@ class Gloo:
         """Starts to fill `output`, 1D, with all contributions in the order of ranks."""
         return cast("dist.Work", self._backend._allgather_base(output, contribution))
 
-    def reduce_scatter(self, output: torch.Tensor, contribution: torch.Tensor) -> dist.Work:
-        """Starts to add all contributions, 1D; `output` gets this rank's part of the sum."""
-        return cast("dist.Work", self._backend._reduce_scatter_base(output, contribution))
+    def all_reduce(self, contribution: torch.Tensor) -> dist.Work:
+        """Starts to add all contributions, in place.
+
+        Gloo's reduce-scatter does the same and copies a part, but its work takes no time-out.
+        """
+        return cast("dist.Work", self._backend.allreduce([contribution], dist.ReduceOp.SUM))
 
 
 def set_symmetric_backend(name: str) -> None:

@@ -16,6 +16,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor.debug import CommDebugMode
 
 from fsdp_core import fully_shard, torch_private
@@ -24,6 +25,7 @@ from fsdp_core.errors import DesyncError
 from tests.engine.gang import Gang, Gangs, RankContext
 from tests.engine.test_chunked_loss import WIDTH, Headless
 from tests.engine.versus import Engine, ours, theirs
+from tests.engine.ways.run import Raising
 
 pytestmark = pytest.mark.ranks
 
@@ -77,6 +79,49 @@ def train_out_of_step(ctx: RankContext, model: Choosing, skipped_for: str) -> No
     for _ in range(3):
         train(model, ["first", "other"] if ctx.rank == 0 else [skipped_for, "other"])
         train(model, ["other"])
+
+
+@pytest.mark.parametrize(
+    ("raises", "replicates"),
+    [(False, False), (True, False), (False, True)],
+    ids=["sharded", "sharded, one raised", "replicated"],
+)
+def test_ranks_that_part_in_backward_are_told_so(
+    device: str, *, raises: bool, replicates: bool
+) -> None:
+    gang = Gang(2, device)  # of its own: its process group is of no use afterwards
+    for told in gang.run(check_parting, raises, replicates):
+        assert told.startswith("Ranks ran different units: collective number ")
+        assert "all-reduce of" in told if replicates else "reduce-scatter of" in told
+    gang.kill()
+
+
+def check_parting(ctx: RankContext, raises: bool, replicates: bool) -> str:  # noqa: FBT001 - shipped positionally
+    """Rank 0 leaves units out of its backward, or does not end it, when the other reduces as ever."""
+    desync.PATIENCE = PATIENCE
+    torch.manual_seed(5)
+    model: Any = nn.Sequential(*[nn.Linear(4, 4) for _ in range(3)]).to(ctx.device)
+    mesh = ctx.mesh
+    if replicates:
+        mesh = init_device_mesh(ctx.device.type, (2, 1), mesh_dim_names=("replicate", "shard"))
+    for unit in (*model, model):
+        fully_shard(unit, mesh=mesh)
+
+    def step(times: int = 1) -> None:
+        for _ in range(times):
+            torch.autograd.backward(model(torch.ones(2, 4, device=ctx.device)).sum())
+
+    step(3)
+    if ctx.rank == 0:
+        change = Raising.of if raises else torch.Tensor.detach
+        hook = model[0].register_forward_hook(lambda _, __, output: change(output))
+        if raises:
+            with pytest.raises(ZeroDivisionError):
+                step()
+            hook.remove()
+    with pytest.raises(DesyncError) as caught:
+        step(3)
+    return str(caught.value)
 
 
 def test_a_rank_whose_collective_raised_before_it_started_is_named(device: str) -> None:
