@@ -171,6 +171,7 @@ def _wait(work: dist.Work, group: dist.ProcessGroup, log: _Log) -> None:
             # ended it, and then the next wait fails at once. The work object itself does not
             # always know.
             if monotonic() - started < PATIENCE.total_seconds() / 2:
+                _look_after_failure(group, log, error)
                 raise
             _tell(group, log)
             _look(group, log, error)
@@ -179,6 +180,15 @@ def _wait(work: dist.Work, group: dist.ProcessGroup, log: _Log) -> None:
                 _log_wait(group, log)
         else:
             return
+
+
+def _look_after_failure(group: dist.ProcessGroup, log: _Log, error: RuntimeError) -> None:
+    """A rank that ends for a difference that it has seen closes its connections, and this one may not have looked yet."""
+    try:
+        _tell(group, log)
+        _look(group, log, error)
+    except dist.DistError:
+        return  # who keeps the store may be the one that has ended
 
 
 def _log_wait(group: dist.ProcessGroup, log: _Log) -> None:

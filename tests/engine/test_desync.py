@@ -228,6 +228,28 @@ def check_failing(ctx: RankContext) -> None:
         desync.wait_in_step(Failing(), group, ctx.device)
 
 
+def test_a_rank_whose_peer_has_left_over_a_difference_is_told_it(gangs: Gangs) -> None:
+    gangs(2).run(check_peer_left)
+
+
+def check_peer_left(ctx: RankContext) -> None:
+    """The peer saw the difference first, told, and ended: this one's collective fails before it has lost patience."""
+    group = dist.new_group()
+    desync.keep_step(group, ctx.device, "all-gather of 'x'")
+    log = desync._logs[group]
+    assert log is not None
+    log.add(f"reduce-scatter of rank {ctx.rank}")
+    if ctx.rank == 1:
+        desync._tell(group, log)
+    dist.barrier()
+    if ctx.rank == 0:
+        with pytest.raises(
+            DesyncError, match=r"of rank 0 on rank 0, but the .* of rank 1 on rank 1"
+        ):
+            desync.wait_in_step(Failing(), group, ctx.device)
+    dist.barrier()
+
+
 def test_a_collective_may_end_right_after_patience_was_lost(gangs: Gangs) -> None:
     gangs(1).run(check_late)
 
