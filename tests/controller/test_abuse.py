@@ -201,6 +201,18 @@ def test_what_no_parser_reads_is_refused_with_the_reason(
     assert words in answer.json()["detail"]
 
 
+def test_a_field_that_is_nested_as_deep_as_the_parser_takes_is_a_fault_as_any_other(
+    controller: Controller,
+) -> None:
+    nested = '{"a":' * 900 + "1" + "}" * 900
+    body = f'{json.dumps(job_body())[:-1]}, "checkpoint": {nested}}}'.encode()
+    headers = bearer(controller, "sam") | JSON
+    for path in ("/v1/jobs", "/v1/plans"):
+        answer = controller.client.post(path, content=body, headers=headers)
+        (fault,) = answer.json()["errors"]
+        assert (answer.status_code, fault["pointer"]) == (422, "/checkpoint/a")
+
+
 # --- cursors, labels of figures, headers --------------------------------------------------------
 
 NUMBERS = strategies.sampled_from(
