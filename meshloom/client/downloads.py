@@ -64,9 +64,27 @@ class PartialFile:
         return self
 
     def append(self, part: bytes) -> None:
-        """Bytes came."""
+        """Bytes came.
+
+        Raises:
+            DownloadError: They are more than were promised; what came is removed.
+        """
+        if self.size + len(part) > self._file.bytes:
+            raise self._not_the_promised(f"is longer than the {self._file.bytes} bytes")
         with self._part.open("ab", buffering=0) as file:
             file.write(part)
+
+    def refuse_standstill(self, before: int) -> None:
+        """After a whole answer: asked again, whatever is there would answer the same, as often as it is asked.
+
+        Args:
+            before: Bytes that were there before it.
+
+        Raises:
+            DownloadError: It brought the file no further, and bytes are missing; what came is removed.
+        """
+        if not self.is_complete and self.size <= before:
+            raise self._not_the_promised(f"is shorter than the {self._file.bytes} bytes")
 
     def finish(self) -> Path:
         """Give it its name.
@@ -77,14 +95,16 @@ class PartialFile:
         if not self._part.exists() and self._file.bytes == 0:
             self._part.write_bytes(b"")
         if not self._digest_is_right(self._part):
-            self._part.unlink()
-            raise DownloadError(
-                f"{self._path.name} does not have the SHA-256 {self._file.sha256} that the "
-                "controller promised; it was removed: download it again"
-            )
+            raise self._not_the_promised(f"does not have the SHA-256 {self._file.sha256}")
         with self._part.open("rb") as file:
             os.fsync(file.fileno())
         return self._part.replace(self._path)
+
+    def _not_the_promised(self, what: str) -> DownloadError:
+        self._part.unlink(missing_ok=True)
+        return DownloadError(
+            f"{self._path.name} {what} that the controller promised; it was removed: download it again"
+        )
 
     def _digest_is_right(self, path: Path) -> bool:
         digest = hashlib.sha256()

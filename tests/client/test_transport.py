@@ -202,6 +202,30 @@ def test_a_download_that_breaks_off_goes_on_where_it_stopped(
     assert (second["Range"], second["If-Range"]) == ("bytes=10000-", f'"{digest}"')
 
 
+@pytest.mark.parametrize(
+    ("reply", "told"),
+    [
+        ((200, {}, b"x" * 999), "shorter than the 1000 bytes"),
+        ((200, {}, b"x" * 1_001), "longer than the 1000 bytes"),
+        ((206, {}, b"x" * 600), "longer than the 1000 bytes"),
+        ((200, {}, b""), "shorter than the 1000 bytes"),
+        ((204, {}, b""), "answered 204"),
+        ((302, {"Location": "http://127.0.0.1:1/"}, b""), "answered 302"),
+    ],
+)
+def test_a_download_of_another_length_ends_and_is_asked_for_twice_at_most(
+    server: _Server, tmp_path: Path, reply: Reply, told: str
+) -> None:
+    server.replies = [reply]
+    file = PartialFile(
+        tmp_path, ExportedFile(name="model.safetensors", bytes=1_000, sha256="0" * 64)
+    )
+    with RestClient(server.url) as client, pytest.raises(ClientError, match=told):
+        client.download("ckpt_x", "model.safetensors", file)
+    assert len(server.asked) <= 2
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_nobody_at_the_address_is_one_sentence_with_the_remedy() -> None:
     url = f"http://127.0.0.1:{free_port()}"
     with RestClient(url, patience_s=0) as client, pytest.raises(UnreachableError) as error:

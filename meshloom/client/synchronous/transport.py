@@ -27,6 +27,7 @@ from services.contract.words.problems import Problem
 _FIRST_PAUSE_S: Final = 0.1
 _LONGEST_PAUSE_S: Final = 2.0
 _STORE_IS_AWAY: Final = "store_unavailable"
+_CONTENT: Final = frozenset({httpx.codes.OK, httpx.codes.PARTIAL_CONTENT})
 
 
 class Transport:
@@ -119,7 +120,8 @@ class Transport:
         try brings some bytes.
 
         Raises:
-            UnreachableError: Two tries in a row brought nothing.
+            UnreachableError: Two tries in a row brought nothing, or no controller answers.
+            DownloadError: It is longer or shorter than was promised.
         """
         while not file.is_complete:
             before = file.size
@@ -129,11 +131,13 @@ class Transport:
                 if file.size == before:
                     raise UnreachableError(f"the download of {path} broke off: {error}") from error
                 self.request("GET", "/version")
+            else:
+                file.refuse_standstill(before)
 
     def _fetch_some(self, path: str, file: PartialFile) -> None:
         timeout = self._long_timeout(60.0)
         with self._http.stream("GET", path, headers=file.headers(), timeout=timeout) as response:
-            if response.status_code >= ERRORS_FROM:
+            if response.status_code not in _CONTENT:
                 response.read()
                 raise refusal(response)
             target = file.begin(resumed=response.status_code == httpx.codes.PARTIAL_CONTENT)
