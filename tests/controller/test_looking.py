@@ -11,11 +11,14 @@ from typing import Any
 import pytest
 from fastapi import Request
 
+from meshloom.client.metrics import Metrics
+from services.cli.metrics import rows_of
 from services.contract.api.plan_views import JobEstimate, MemoryView
-from services.contract.api.views import JobView
+from services.contract.api.views import JobView, MetricsView, StepView
 from services.contract.messages.facts import GangProgressed
 from services.contract.messages.telemetry import MetricRecord, RankSample, StepRecord
 from services.contract.redis import redis_keys as keys
+from services.contract.words.bounds import FIELDS_OF_A_STEP
 from services.controller.api import conditional
 from services.controller.ports.machines import Telemetry
 from services.controller.use_cases.present import job_view
@@ -249,6 +252,26 @@ def test_metrics_of_the_user_are_named_thinned_out_and_bounded(plane: ControlPla
     assert set(flooded["names"]) >= {name for p in flooded["user_metrics"] for name in p["values"]}
     refused = plane.client.get(f"/v1/jobs/{job_id}/metrics?name=n499")
     assert (refused.status_code, refused.json()["errors"][0]["code"]) == (422, "unknown_metric")
+
+
+def test_metrics_that_are_called_as_fields_of_a_step_take_no_fields_place(
+    plane: ControlPlane,
+) -> None:
+    assert StepView.model_fields.keys() == FIELDS_OF_A_STEP
+    plane.agent.join()
+    job_id = plane.submit(train={"steps": 100})
+    gang = plane.agent.launches(job_id)
+    plane.agent.trains(gang, [1, 2])
+    plane.in_state(job_id, "RUNNING")
+    users = dict.fromkeys(FIELDS_OF_A_STEP, 70.0)
+    plane.agent.tells_metrics(gang, MetricRecord(step=2, fence=1, values=users))
+    whole = MetricsView.model_validate(plane.get(f"/v1/jobs/{job_id}/metrics"))
+    for rows in (list(Metrics(whole)), rows_of(whole)):
+        assert [(row["step"], row["fence"]) for row in rows] == [(1, 1), (2, 1)]
+        assert rows[1]["loss"] == whole.items[1].loss
+        assert {name for name, value in rows[1].items() if value == 70.0} == set(whole.names)
+    (row,) = plane.get(f"/v1/jobs/{job_id}/metrics?name=user/step")["items"]
+    assert row == {"step": 2, "fence": 1, "user/step": 70.0}
 
 
 def test_the_units_of_a_job_are_those_that_its_ranks_told_last(plane: ControlPlane) -> None:

@@ -17,6 +17,13 @@ BASELINES_KEPT: Final = 8
 METRIC_NAMES_KEPT: Final = 64
 """So many names of a user's metrics are kept of a job."""
 METRIC_NAME_CHARACTERS: Final = 64
+FIELDS_OF_A_STEP: Final = frozenset(
+    {
+        *("step", "fence", "of", "time_ms", "loss", "grad_norm", "learning_rate"),
+        *("tokens_per_s", "step_time_s", "data_wait_s", "memory_bytes", "mfu"),
+    }
+)
+"""What a row of a step has beside the user's metrics."""
 EVALUATION_METRICS_KEPT: Final = 16
 MOST_RANKS: Final = 65_536
 MOST_RANKS_OF_A_NODE: Final = 8_192
@@ -121,6 +128,16 @@ def _few_metrics(values: object, most: int = METRIC_NAMES_KEPT) -> object:
     }
 
 
+def _few_of_the_user(values: object) -> object:
+    """The same of metrics that stand in a row beside a step's own fields, which they must not replace."""
+    few = _few_metrics(values)
+    if not isinstance(few, dict):
+        return few
+    return {
+        f"user/{name}" if name in FIELDS_OF_A_STEP else name: value for name, value in few.items()
+    }
+
+
 def metric_name(name: str) -> str:
     """A metric's name as it is kept: printable, without commas, of at most 64 characters."""
     plain = "".join(c if c.isprintable() and c != "," else "_" for c in _masked(name))
@@ -179,7 +196,7 @@ Addresses = Annotated[tuple[Name, ...], _first(_ADDRESSES_KEPT)]
 Incarnation = Annotated[str, StringConstraints(max_length=NAME_CHARACTERS)]
 Baselines = Annotated[dict[str, float], BeforeValidator(_few_baselines)]
 """Losses of simple models by their names, the first eight that are finite."""
-MetricValues = Annotated[dict[str, float | None], BeforeValidator(_few_metrics)]
+MetricValues = Annotated[dict[str, float | None], BeforeValidator(_few_of_the_user)]
 """Values by name, at most 64; None: no finite number."""
 EvaluationMetrics = Annotated[
     dict[str, float | None],
