@@ -2,11 +2,13 @@
 
 import asyncio
 import dataclasses
+import itertools
 from collections.abc import Sequence
 from contextlib import ExitStack
 from typing import Any
 
 import pytest
+from prometheus_client import CollectorRegistry, generate_latest
 from starlette.types import Message, Receive, Scope, Send
 
 from services.contract.api.access import Scope as TokenScope
@@ -15,6 +17,7 @@ from services.contract.words.states import JobState
 from services.controller.adapters.memory import memory_ports
 from services.controller.adapters.memory.server import MemoryServer
 from services.controller.adapters.redis.job_rows import KnownRows, Row, read_row
+from services.controller.api import monitoring
 from services.controller.api.concurrency import ParsingRounds, Shares, Turns
 from services.controller.api.middleware import BodyLimit
 from services.controller.api.monitoring import Monitor
@@ -290,6 +293,27 @@ async def test_anybody_may_ask_for_figures_and_jobs_are_counted_rarely(
         clock[0] += pause_s
         await monitor.exposition(ports)
     assert slow.counted == counted
+
+
+async def test_figures_that_many_ask_for_at_one_moment_are_written_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    written: list[bytes] = []
+
+    def write(registry: CollectorRegistry) -> bytes:
+        written.append(generate_latest(registry))
+        return written[-1]
+
+    monkeypatch.setattr(monitoring, "generate_latest", write)
+    clock = itertools.count()
+    ports = memory_ports(MemoryServer(lambda: NOW, epoch=1))
+    monitor = Monitor(now=lambda: float(next(clock)))
+    await monitor.exposition(ports)  # it took long, and nothing is counted for a while
+    monitor.answered("GET", "/metrics", 200, 0.1)
+    texts = await asyncio.gather(*(monitor.exposition(ports) for _ in range(400)))
+    assert texts == [written[1]] * 400
+    assert len(written) == 2
+    assert b'route="/metrics"' in written[1]
 
 
 def test_what_was_read_is_known_until_it_changes_and_no_more_than_so_much() -> None:

@@ -40,6 +40,8 @@ class Monitor:
         self._turn = asyncio.Lock()
         self._counted_at = -math.inf
         self._rests_until = -math.inf
+        self._text = b""
+        self._written_at = -math.inf
         self._registry = CollectorRegistry()
         self._requests = Counter(
             "meshloom_http_requests",
@@ -128,7 +130,8 @@ class Monitor:
         """The figures as text. Raises StoreUnavailableError.
 
         Anybody may ask, and to count takes as long as there are jobs: who asks meanwhile gets what is being
-        counted, and counting takes a twentieth of the time at most.
+        counted, and counting takes a twentieth of the time at most. Writing takes a hundredth of a second: who
+        asks meanwhile gets what is being written.
         """
         asked_at = self._now()
         async with self._turn:
@@ -137,7 +140,13 @@ class Monitor:
                 await self._count(ports)
                 self._counted_at, took_s = began, self._now() - began
                 self._rests_until = began if took_s < _CHEAP_S else began + _REST * took_s
-        return generate_latest(self._registry)
+            if self._written_at < asked_at:
+                await asyncio.sleep(
+                    0
+                )  # all who ask in this round of the loop wait for the same text
+                self._written_at = self._now()
+                self._text = generate_latest(self._registry)
+            return self._text
 
     async def job_exposition(self, ports: Ports) -> bytes:
         """The same, and behind it the series of running jobs. Raises StoreUnavailableError."""
