@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from typing import Any, Protocol, cast
 
 from services.contract.api.views import JobView
+from services.contract.words.control_characters import one_line
 
 Show = Callable[[JobView], None]
 
@@ -34,7 +35,7 @@ class ProgressLine:
 
 
 def progress_text(job: JobView) -> str:
-    """Name, state, step, loss, throughput and time left, in one line."""
+    """Name, state, step, loss, throughput and time left, in one line that a terminal only shows."""
     progress = job.progress
     total = "?" if progress.of is None else str(progress.of)
     parts = [f"{job.name} {job.state}", f"step {progress.step}/{total}"]
@@ -46,7 +47,7 @@ def progress_text(job: JobView) -> str:
         parts.append(f"{progress.eta_s:.0f} s left")
     if job.reason:
         parts.append(job.reason)
-    return "  ".join(parts)
+    return one_line("  ".join(parts))
 
 
 @contextmanager

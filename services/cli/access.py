@@ -13,7 +13,7 @@ from services.cli.figures import short_age
 from services.cli.layout import Column, Columns, FittedTable
 from services.cli.lazy import Command, Group
 from services.cli.output import answers, as_data
-from services.cli.terminal import console, errors, one_line
+from services.cli.terminal import console, errors
 from services.contract.api.access import (
     AuditEntryView,
     AuditPage,
@@ -22,6 +22,7 @@ from services.contract.api.access import (
     TokenRequest,
     TokenView,
 )
+from services.contract.words.control_characters import one_line
 from services.contract.words.ids import TokenId
 
 _SECONDS: Final = {"s": 1, "m": 60, "h": 3_600, "d": 86_400}

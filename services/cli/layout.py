@@ -14,7 +14,7 @@ from rich.style import Style
 from rich.text import Text
 
 from services.cli.output import is_wide
-from services.cli.terminal import harmless, one_line
+from services.contract.words.control_characters import harmless, one_line
 
 Cell = str | Text
 _R = TypeVar("_R")

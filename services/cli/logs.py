@@ -14,9 +14,10 @@ from services.cli.connect import PATIENCE_S, WATCHING_PATIENCE_S, connect
 from services.cli.errors import CliError
 from services.cli.output import answers, as_data_line
 from services.cli.references import Job, job_id_of
-from services.cli.terminal import console, errors, one_line
+from services.cli.terminal import console, errors
 from services.cli.times import Since, Until
 from services.contract.api.views import LogView
+from services.contract.words.control_characters import one_line
 
 _MOST_OF_THE_CONTROLLER: Final = 1_000
 _LONGEST_TEXT: Final = 200

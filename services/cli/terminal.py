@@ -13,17 +13,9 @@ from rich.console import Console, ConsoleOptions, RenderableType
 from rich.segment import Segment
 from rich.text import Span, Text
 
-# C0 and C1, the marks that turn the direction of a line, and half of a surrogate pair, which no stream
-# can carry. U+2028 and U+2029 end lines in some terminals.
-_OTHERS: Final = "\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff"
-_UNSAFE: Final = re.compile(f"[\x00-\x08\x0b-\x1f{_OTHERS}]")
+from services.contract.words.control_characters import harmless
+
 _FURTHER_LINE: Final = re.compile(r"(?<!^)\n(?=[^ \n])")
-_UNSAFE_IN_A_LINE: Final = re.compile(f"[\x00-\x1f{_OTHERS}]")
-
-
-def harmless(text: str) -> str:
-    """``text`` with every control character as an escape; lines and tabs stay."""
-    return _UNSAFE.sub(_escape, text)
 
 
 def indented(text: str) -> str:
@@ -32,11 +24,6 @@ def indented(text: str) -> str:
     What it begins with may be an empty line.
     """
     return _FURTHER_LINE.sub("\n  ", text)
-
-
-def one_line(text: str) -> str:
-    """As ``harmless``, in one line: what follows a line break could pose as another entry."""
-    return _UNSAFE_IN_A_LINE.sub(_escape, text)
 
 
 class Terminal(Console):
@@ -66,10 +53,6 @@ class Terminal(Console):
 # has no line break in it.
 console: Final = Terminal(soft_wrap=True)
 errors: Final = Terminal(stderr=True, soft_wrap=True)
-
-
-def _escape(found: re.Match[str]) -> str:
-    return found[0].encode("unicode_escape").decode()
 
 
 def _shown(text: str) -> str:

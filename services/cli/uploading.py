@@ -7,7 +7,8 @@ import typer
 
 from meshloom.client import RestClient as Client
 from services.cli import figures
-from services.cli.terminal import errors, one_line
+from services.cli.terminal import errors
+from services.contract.words.control_characters import one_line
 
 Code = Annotated[
     Path | None,

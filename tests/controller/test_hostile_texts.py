@@ -17,14 +17,16 @@ from redis import Redis
 from rich.text import Text
 from ruamel.yaml import YAML
 
+import meshloom
 from meshloom.client import RestClient as Client
 from services.cli.__main__ import main
 from services.cli.follow import follow
-from services.cli.terminal import Terminal, console, harmless, one_line
+from services.cli.terminal import Terminal, console
 from services.contract.messages.facts import CheckpointCorrupt, Inventory, NodeJoined
 from services.contract.messages.probing import NodeMeasured, ProbeFailure
 from services.contract.messages.telemetry import MetricRecord, RankSample
 from services.contract.redis import redis_keys as keys
+from services.contract.words.control_characters import harmless, one_line
 from services.local.embedded_redis import EmbeddedRedis
 from tests.cli.tree import GROUPS, leaves
 from tests.controller.agent_double import AgentDouble
@@ -56,6 +58,16 @@ def _hostile_rank(redis: Redis, job_id: str) -> None:
     redis.hset(keys.job_ranks(job_id), "0", sample.model_dump_json())
 
 
+def _raised(controller: Controller, agent: AgentDouble, spec: dict[str, object]) -> str:
+    """A job that failed with a hostile exception."""
+    job_id = str(controller.client.post("/v1/jobs", json=spec).json()["id"])
+    gang = agent.launches(job_id)
+    agent.trains(gang, [1])
+    agent.ends(gang, 1, exit_code=1, error=f"ValueError: {EVIL}", traceback=EVIL, phase="FORWARD")
+    until(lambda: controller.state(job_id) == "FAILED")
+    return job_id
+
+
 def _fill(controller: Controller, redis: Redis, folder: Path) -> dict[str, str]:
     client = controller.client
     agent = AgentDouble(redis)
@@ -80,6 +92,7 @@ def _fill(controller: Controller, redis: Redis, folder: Path) -> dict[str, str]:
     )  # fmt: skip
     until(lambda: controller.state(failed) == "FAILED")
 
+    raised = _raised(controller, agent, once)
     spec = job_body(plan="auto")
     (folder / "[spec].yaml").write_text(json.dumps(spec))
     (folder / "script.py").write_text(f"parser.add_argument({EVIL!r})")
@@ -112,6 +125,7 @@ def _fill(controller: Controller, redis: Redis, folder: Path) -> dict[str, str]:
     assert client.get(path, headers=stranger).status_code == 401
     return {
         "failed": failed,
+        "raised": raised,
         "running": running,
         "waiting": waiting,
         "ckpt": checkpoint,
@@ -309,6 +323,18 @@ def test_the_live_view_obeys_nothing_either(place: Place, every_rank: bool) -> N
     assert SHOWN in screen.getvalue()
     assert "\x1b]" not in screen.getvalue()
     assert not set("\x07\x9b\u202e") & set(screen.getvalue())
+
+
+def test_a_client_that_watches_a_job_shows_hostile_texts_and_obeys_none(
+    place: Place, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with meshloom.Client(str(place.controller.client.base_url), BOOTSTRAP) as client:
+        job = client.jobs.get(place.names["raised"]).watch()
+    said = capsys.readouterr().out
+    assert "\x1b]0;title\x07" in str(job.reason)
+    assert said.count("\n") == 1
+    assert f"{SHOWN}\\x1b]0;title\\x07" in said
+    assert not set("\x1b\x07\x9b\u202e\r") & set(said)
 
 
 def test_a_text_keeps_its_styles_where_characters_are_replaced() -> None:
