@@ -319,6 +319,8 @@ def _set_up_logging(level: str) -> None:
     logging.basicConfig(handlers=[handler], level=level.upper(), force=True)
     # It warns of each request that is no HTTP, and strangers may send such forever.
     logging.getLogger("uvicorn.error").setLevel(logging.ERROR)
+    # It warns of each header of a trace that it cannot read, and repeats it.
+    logging.getLogger("opentelemetry.trace").setLevel(logging.ERROR)
     structlog.configure(
         processors=[
             structlog.stdlib.filter_by_level,

@@ -111,6 +111,29 @@ def test_a_jobs_life_is_one_trace_to_which_request_and_looks_link(
     assert job.start_time_unix_nano <= attempt.start_time_unix_nano < attempt.end_time_unix_nano
 
 
+def test_strangers_make_no_spans_and_no_headers_of_traces_fill_the_log(
+    collector: Collector, redis_server: EmbeddedRedis, tmp_path: Path
+) -> None:
+    redis_server.flush()
+    settings = {"MESHLOOM_OTEL_ENDPOINT": collector.endpoint, "OTEL_BSP_SCHEDULE_DELAY": "100"}
+    token = "the-operators-own-token"  # noqa: S105 a test's
+    shown = {"Authorization": f"Bearer {token}"}
+    hostile = {"traceparent": CALLER, "tracestate": "\x7f=1"}
+    with Controller(redis_server.url, tmp_path, token, **settings) as controller:
+        url = f"{controller.url}/v1/tokens"
+        for headers, status in ((hostile, 401), (shown | hostile, 422)):
+            assert httpx.post(url, json={}, headers=headers).status_code == status
+        until(lambda: collector.named("POST /v1/tokens"))
+    statuses = [
+        pair.value.int_value
+        for span in collector.spans
+        for pair in span.attributes
+        if pair.key == "http.response.status_code"
+    ]
+    assert statuses == [422]
+    assert "identifiers" not in (tmp_path / "controller.log").read_text()
+
+
 def test_every_controller_derives_the_same_ids_of_a_job_and_others_of_another() -> None:
     first, second = (new_job_id(5, bytes([number] * 10)) for number in (1, 2))
     assert context_of_attempt(first, 1) == context_of_attempt(first, 1)

@@ -88,9 +88,10 @@ def create_app(
     # The one that is added last is met first.
     app.add_middleware(Shares)
     app.add_middleware(BodyLimit)
+    if context.tracing is not None:
+        # Behind the guard: spans that wait to be sent are few, and strangers must not take their room.
+        app.add_middleware(Traced, tracing=context.tracing)
     app.add_middleware(Guard, policy=policy, ports=context.ports)
     app.add_middleware(Audit, ports=context.ports)
-    if context.tracing is not None:
-        app.add_middleware(Traced, tracing=context.tracing)
     app.add_middleware(Framing, monitor=context.monitor)
     return app
