@@ -31,6 +31,7 @@ from services.controller.api.connections import (
     BoundedProtocol,
     BoundedTlsProtocol,
     ConnectionLimits,
+    keep_tls_buffers_small,
 )
 from services.controller.api.context import Context
 from services.controller.api.guard import AccessPolicy
@@ -213,6 +214,7 @@ async def serve(
             ws="none",
         )
         if certificate is not None:
+            keep_tls_buffers_small()
             config.load()
             config.ssl = certificate.context
         leading = asyncio.create_task(leader.lead())

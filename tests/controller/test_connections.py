@@ -5,9 +5,12 @@ import contextlib
 import socket
 import ssl
 from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import ExitStack
 from dataclasses import dataclass
+from pathlib import Path
 
 import httpx2
+import psutil
 import pytest
 import trustme
 import uvicorn
@@ -21,6 +24,7 @@ from services.controller.api.connections import (
 )
 from services.local.embedded_redis import EmbeddedRedis
 from tests.controller.conftest import job_body
+from tests.controller.test_certificate import issued
 from tests.controller.test_process import Controller, started
 from tests.waiting import until
 
@@ -107,6 +111,29 @@ def answered(controller: Controller, sent: bytes) -> bytes:
     with socket.create_connection((url.host, url.port or 80), timeout=30) as client:
         client.sendall(sent)
         return b"".join(iter(lambda: client.recv(65_536), b""))
+
+
+@pytest.mark.redis
+def test_who_begins_no_handshake_takes_little_memory(
+    redis_server: EmbeddedRedis, tmp_path: Path
+) -> None:
+    authority, trusting = trustme.CA(), ssl.create_default_context()
+    authority.configure_trust(trusting)
+    cert, key = issued(authority, tmp_path)
+    with (
+        started(redis_server.url, token=TOKEN, tls_cert=str(cert), tls_key=str(key)) as controller,
+        ExitStack() as clients,
+    ):
+        url = f"https://localhost:{controller.client.base_url.port}/healthz"
+        process = psutil.Process(controller.process.pid)
+        taken = []
+        for _ in range(2):
+            # Answered once those that came before it are taken.
+            assert httpx2.get(url, verify=trusting).status_code == 200
+            taken.append(process.memory_info().rss)
+            for _ in range(200):
+                clients.enter_context(opened(controller))
+        assert taken[1] - taken[0] < 200 * (160 << 10)
 
 
 @pytest.mark.redis

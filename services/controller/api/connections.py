@@ -1,6 +1,7 @@
 """Connections of HTTP with bounds: a client that sends nothing, or never ends, is not waited for."""
 
 import asyncio
+import asyncio.sslproto
 import contextlib
 import re
 import socket
@@ -36,7 +37,7 @@ _READ_BYTES_OF_A_BODY: Final = 1 << 16
 _MOST_FRAMING_BYTES: Final = 1 << 15
 _CONTENT_FOR_A_FRAMING_BYTE: Final = 64
 
-
+_ENCRYPTED_BYTES: Final = 1 << 14
 _PIECE_BYTES: Final = 1 << 16
 
 
@@ -241,6 +242,14 @@ class BoundedProtocol(H11Protocol):
         others = (c for c in self.connections if isinstance(c, BoundedProtocol) and c is not self)
         waiting = [(c._deadline.when(), id(c), c) for c in others if c._deadline is not None]  # noqa: SLF001 its own class
         return min(waiting)[2] if waiting else self
+
+
+def keep_tls_buffers_small() -> None:
+    """Have asyncio read 16 KiB at a time of what is encrypted, where it would take 256 KiB for each connection.
+
+    It has that buffer before the handshake, and strangers may begin thousands of those.
+    """
+    asyncio.sslproto.SSLProtocol.max_size = _ENCRYPTED_BYTES
 
 
 class BoundedTlsProtocol(BoundedProtocol, asyncio.BufferedProtocol):
