@@ -193,6 +193,22 @@ def test_what_is_no_body_ends_its_connection_and_leaves_no_word_in_the_log(
     assert len(strict.lines) == before + 1
 
 
+@pytest.mark.redis
+def test_what_is_broken_in_the_middle_is_answered_once_and_leaves_no_word_in_the_log(
+    strict: Controller,
+) -> None:
+    before = len(strict.lines)
+    body = b"Content-Type: application/json\r\nTransfer-Encoding: chunked\r\n\r\nno chunk\r\n"
+    for path in (b"POST /v1/jobs", b"GET /healthz"):
+        back = answered(strict, path + b" HTTP/1.1\r\nHost: localhost\r\n" + body)
+        assert back.startswith(b"HTTP/1.1 400 ")
+        assert back.count(b"HTTP/1.1 ") == 1
+    shown = SHOWN | {"X-Request-ID": "the-last"}
+    assert strict.client.post("/v1/jobs", json=job_body(), headers=shown).is_success
+    until(lambda: strict.lines[-1].get("request_id") == "the-last")
+    assert [line["event"] for line in strict.lines[before:]] == ["request"] * 2
+
+
 # --- one protocol in this process ---------------------------------------------------------------
 
 

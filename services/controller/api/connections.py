@@ -155,9 +155,14 @@ class BoundedProtocol(H11Protocol):
         One that is closed with bytes unread is reset, and the client may lose the answer.
         """
         self._is_refused = True
+        cycle: RequestResponseCycle | None = self.cycle
+        if cycle is not None:  # whoever works on the request would answer it, too
+            cycle.disconnected = True
+            cycle.message_event.set()
         self.transport.write(answer)
         if self.transport.can_write_eof():
-            self.transport.write_eof()
+            with contextlib.suppress(OSError):  # the client has reset the connection
+                self.transport.write_eof()
         else:
             self.transport.close()
         self._watch()
@@ -289,6 +294,10 @@ class _WritesInPieces:
 
     def write(self, data: bytes) -> None:
         for start in range(0, len(data), _PIECE_BYTES):
+            if (
+                self._transport.is_closing()
+            ):  # asyncio would write a line into the log for each piece
+                return
             self._transport.write(data[start : start + _PIECE_BYTES])
 
     def __getattr__(self, name: str) -> Any:  # noqa: ANN401 all else is the transport's
