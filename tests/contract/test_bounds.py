@@ -249,3 +249,28 @@ def test_of_many_baselines_no_more_are_looked_at_than_are_kept() -> None:
     fields = {"step": 1, "loss": 1.0, "tokens": 1, "baselines": Endless()}
     kept = Evaluated.model_validate(OF_GANG | fields).baselines
     assert kept == dict.fromkeys(map(str, range(0, 16, 2)), 1.0)
+
+
+_OF_JOB = f'"job_id":"{JOB}","fence":1,"node_id":"loom-1"'
+_NOT_IN_JSON = {
+    "still_s": f'{{"kind":"gang_diagnosed",{_OF_JOB},"findings":'
+    '{"why":"asked","still_s":%s,"allowed_s":1,"ranks":[]}}',
+    "allowed_s": f'{{"kind":"gang_ended",{_OF_JOB},"exits":[],"last_step":1,"hang":'
+    '{"why":"hang","still_s":1,"allowed_s":%s,"ranks":[]}}',
+    "pulse_age_s": f'{{"kind":"gang_diagnosed",{_OF_JOB},"findings":{{"why":"asked","still_s":1,'
+    '"allowed_s":1,"ranks":[{"rank":0,"pid":1,"phase":"F","pulse_age_s":%s}]}}',
+    "took_s": f'{{"kind":"model_probed","probe_id":"probe_{"0" * 32}","node_id":"a","took_s":%s}}',
+    "facts": '{"kind":"node_measured","node_id":"a","incarnation":"b","device_type":"cpu","facts":'
+    '{"matmul_flops":{},"memory_bandwidth":1,"link_bandwidth":1,"network_bandwidth":1,'
+    '"collective_latency":1,"ranks":1,"overlap":%s}}',
+}
+
+
+@pytest.mark.parametrize("number", ["NaN", "Infinity", "1e999"])
+@pytest.mark.parametrize("field", _NOT_IN_JSON)
+def test_a_number_for_which_json_has_no_word_is_refused_before_a_record_holds_it(
+    field: str, number: str
+) -> None:
+    FACT.validate_json(_NOT_IN_JSON[field] % 1)
+    with pytest.raises(ValidationError, match=field):
+        FACT.validate_json(_NOT_IN_JSON[field] % number)

@@ -292,6 +292,28 @@ def test_an_entry_that_cannot_be_read_costs_itself_and_is_logged_once(
 
 
 @pytest.mark.redis
+@pytest.mark.parametrize("number", ["NaN", "1e999"])
+def test_a_number_that_no_record_can_hold_leaves_the_job_readable(
+    redis_url: str, number: str
+) -> None:
+    """Any agent may say anything of any job, and what the controller keeps of it is to be read again."""
+    with open_plane(redis_url, AccessPolicy()) as plane:
+        plane.agent.join()
+        job_id = plane.submit(resources={"ranks": 1})
+        gang = plane.agent.launches(job_id)
+        plane.agent.trains(gang, [1])
+        plane.in_state(job_id, "RUNNING")
+        about = f'"job_id":"{job_id}","fence":1,"node_id":"{plane.agent.node_id}"'
+        found = f'{{"why":"asked","still_s":{number},"allowed_s":1,"ranks":[]}}'
+        plane.redis.rpush(
+            keys.ARRIVED_FACTS, f'{{"kind":"gang_diagnosed",{about},"findings":{found}}}'
+        )
+        checkpoint = plane.agent.saves(gang, 1)  # which takes a job that can be read
+        until(lambda: plane.get(f"/v1/jobs/{job_id}")["latest_checkpoint"] == checkpoint)
+        assert plane.get("/v1/unreadable")["items"] == []
+
+
+@pytest.mark.redis
 def test_measurements_of_names_that_are_no_nodes_are_not_kept(redis_url: str) -> None:
     with open_plane(redis_url, AccessPolicy()) as plane:
         AgentDouble(plane.redis, "ghost").measures()

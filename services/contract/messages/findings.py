@@ -10,6 +10,7 @@ from services.contract.words.bounds import (
     Name,
     Numbers,
     Positive,
+    Seconds,
     Text,
     Traceback,
     Whole,
@@ -54,8 +55,8 @@ class RankFinding(Message):
     unit: Name | None = None
     step: Whole = 0
     process: Name = ""
-    still_s: float = Field(default=0.0, ge=0)
-    pulse_age_s: float | None = None
+    still_s: Seconds = 0.0
+    pulse_age_s: Seconds | None = None
     issued: Numbers = Field(default_factory=dict)
     completed: Numbers = Field(default_factory=dict)
     frames: Annotated[tuple[Text, ...], FailFast(), Field(max_length=_FRAMES)] = ()
@@ -96,8 +97,8 @@ class Findings(Message):
     """
 
     why: Literal["asked", "hang"]
-    still_s: float = Field(ge=0)
-    allowed_s: float = Field(ge=0)
+    still_s: Seconds
+    allowed_s: Seconds
     ranks: Annotated[
         tuple[RankFinding, ...],
         FailFast(),

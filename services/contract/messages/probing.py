@@ -1,6 +1,7 @@
 """A model that is profiled on a node before any rank of it runs, and what nodes measure of themselves."""
 
 import functools
+import json
 from collections.abc import Mapping
 from typing import Annotated, Any, Final, Literal
 
@@ -17,7 +18,7 @@ from fsdp_core.plan.model import (
 from services.contract.jobs.specs import CarriedSpec
 from services.contract.messages.base import Message
 from services.contract.messages.rank_pipe import ThroughputUnit
-from services.contract.words.bounds import Details, Incarnation, Positive, Text, Traceback
+from services.contract.words.bounds import Details, Incarnation, Positive, Seconds, Text, Traceback
 from services.contract.words.ids import NodeId, ProbeId
 
 DeviceType = Literal["cpu", "cuda"]
@@ -47,8 +48,10 @@ def _profile_validator() -> SchemaValidator:
     return SchemaValidator(_failing_fast(TypeAdapter(ModelProfile).core_schema))
 
 
-def _of_few_dtypes(facts: object) -> object:
+def _few_and_finite(facts: object) -> object:
     """What a node measured, which each look of the controller reads again."""
+    if isinstance(facts, Mapping):
+        json.dumps(facts, allow_nan=False)  # what it refuses cannot be read again
     rates = facts.get("matmul_flops") if isinstance(facts, Mapping) else None
     if isinstance(rates, Mapping) and (
         len(rates) > _MOST_DTYPES or any(len(name) > _DTYPE_CHARACTERS for name in rates)
@@ -57,7 +60,7 @@ def _of_few_dtypes(facts: object) -> object:
     return facts
 
 
-MeasuredFacts = Annotated[NodeFacts, BeforeValidator(_of_few_dtypes)]
+MeasuredFacts = Annotated[NodeFacts, BeforeValidator(_few_and_finite)]
 Profile = Annotated[
     ModelProfile, WrapValidator(lambda value, _: _profile_validator().validate_python(value))
 ]
@@ -110,7 +113,7 @@ class ModelProbed(Message):
     kind: Literal["model_probed"] = "model_probed"
     probe_id: ProbeId
     node_id: NodeId
-    took_s: float = Field(ge=0)
+    took_s: Seconds
     profile: Profile | None = None
     optimizer: OptimizerFacts | None = None
     sequence_tokens: Positive | None = None

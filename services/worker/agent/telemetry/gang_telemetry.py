@@ -22,7 +22,7 @@ from services.contract.messages.findings import RankFinding
 from services.contract.messages.rank_pipe import RankMetrics, RankReady
 from services.contract.messages.telemetry import LogLine, MetricRecord, RankSample, StepRecord
 from services.contract.redis.redis_keys import STEPS_KEPT
-from services.contract.words.bounds import METRIC_NAMES_KEPT
+from services.contract.words.bounds import METRIC_NAMES_KEPT, MOST_SECONDS
 from services.contract.words.states import RankPhase
 from services.worker.agent.host.folders import AttemptFolder
 from services.worker.agent.host.processes import process_state
@@ -388,7 +388,8 @@ def mark_of(board: BoardSnapshot) -> Mark:
 
 
 def _age_s(moment_ns: int) -> float:
-    return max(time.monotonic_ns() - moment_ns, 0) / _NS
+    # A rank may write any moment to its board.
+    return min(max(time.monotonic_ns() - moment_ns, 0) / _NS, MOST_SECONDS)
 
 
 def _finite(figure: float) -> float | None:
