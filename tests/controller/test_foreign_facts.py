@@ -19,6 +19,7 @@ from services.contract.messages.facts import (
     RankExit,
 )
 from services.contract.messages.findings import Findings, RankFinding
+from services.contract.words.bounds import MOST_ATTEMPTS, MOST_WHOLE
 from services.contract.words.ids import checkpoint_id, new_job_id
 from services.contract.words.states import CheckpointState, JobState
 from services.controller.domain.decisions.dispatch import decide, first_decision, was_told_to_load
@@ -27,6 +28,8 @@ from services.controller.domain.job.effects import Decision
 from services.controller.domain.job.events import GangFact, JobEvent
 from services.controller.domain.job.job import Job, Origin
 from services.controller.ports.jobs import Actor
+from services.controller.ports.machines import Entry
+from services.controller.use_cases.facts import apply_facts
 from tests.controller.histories import (
     NODE,
     NOW,
@@ -272,3 +275,23 @@ def test_a_card_says_no_more_than_that_a_job_stays_or_goes_on() -> None:
         card = told.card.model_copy(update={"standing": standing})
         fact = told.model_copy(update={"card": card})
         assert found_again(fact, NOW).job.state is state
+
+
+def test_of_a_number_of_attempts_that_no_job_has_had_a_job_takes_no_notice() -> None:
+    """It would have no next attempt, and hold its slots in the queue for ever."""
+
+    async def course(leader: Leader) -> None:
+        job = new_job()
+        await keep(leader, job)
+        told = found(job).model_dump_json()
+        assert told.count('"fence":1') == 2  # its own, and its card's
+        for fence in (MOST_WHOLE, 10**10, MOST_ATTEMPTS + 1):
+            forged = told.replace('"fence":1', f'"fence":{fence}', 1)
+            await apply_facts(leader.ports, [Entry(f"{leader.now}-{fence}", forged)], 1)
+        await leader.happen(job, placed(job))
+        attempt = (await leader.job(job.id)).attempt
+        assert attempt is not None
+        assert attempt.fence == 1
+        assert FACT.validate_json(told.replace('"fence":1', f'"fence":{MOST_ATTEMPTS}', 1))
+
+    play(course)

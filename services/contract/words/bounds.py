@@ -33,6 +33,8 @@ _VERSIONS_KEPT: Final = 64
 _GROUPS_KEPT: Final = 64
 _ADDRESSES_KEPT: Final = 16
 _DETAILS_KEPT: Final = 64
+MOST_ATTEMPTS: Final = 1_000_000_000
+"""No job that is found in storage has had more: its next ones have higher numbers, and names of checkpoints hold ten digits."""
 MOST_WHOLE: Final = (1 << 63) - 1
 MOST_SECONDS: Final = 1e9
 """No duration that a rank reports is longer: some thirty years. Beyond it sums would overflow."""
