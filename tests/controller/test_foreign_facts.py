@@ -27,6 +27,7 @@ from services.controller.domain.decisions.recovery import found_again
 from services.controller.domain.job.effects import Decision
 from services.controller.domain.job.events import GangFact, JobEvent
 from services.controller.domain.job.job import Job, Origin
+from services.controller.domain.scheduling.node import Lease
 from services.controller.ports.jobs import Actor
 from services.controller.ports.machines import Entry
 from services.controller.use_cases.facts import apply_facts
@@ -48,7 +49,7 @@ from tests.controller.histories import (
     vote,
 )
 from tests.controller.histories import play as played
-from tests.controller.test_after_a_loss import Leader, found, play
+from tests.controller.test_after_a_loss import Leader, found, joined, play
 
 ADA = Actor("ada")
 OTHER_ID = new_job_id(NOW, b"\x01" * 10)
@@ -293,5 +294,23 @@ def test_of_a_number_of_attempts_that_no_job_has_had_a_job_takes_no_notice() -> 
         assert attempt is not None
         assert attempt.fence == 1
         assert FACT.validate_json(told.replace('"fence":1', f'"fence":{MOST_ATTEMPTS}', 1))
+
+    play(course)
+
+
+def test_a_join_without_the_lease_that_the_nodes_agent_holds_is_not_one() -> None:
+    """Any agent may say that another node has joined; its lease nobody else can write."""
+
+    async def course(leader: Leader) -> None:
+        leader.server.leases[NODE] = Lease("life-1", 5_000)
+        await leader.hear(joined(NODE), joined(NODE, life="life-2"))
+        node = await leader.ports.nodes.node(NODE)
+        assert node is not None
+        assert node.incarnation == "life-1"
+        del leader.server.leases[NODE]
+        await leader.hear(joined(NODE, life="life-2"))
+        node = await leader.ports.nodes.node(NODE)
+        assert node is not None
+        assert node.incarnation == "life-2"
 
     play(course)

@@ -58,7 +58,12 @@ def test_a_gang_is_not_sent_to_an_agent_that_may_be_dead(leases: dict[str, Lease
 
 def test_a_node_that_left_comes_back_only_by_joining() -> None:
     left = leave(node(), NodeLeft(node_id=NODE, incarnation="life-1"), "60-0")
-    assert judge(left, Lease("life-1", 5000), NODE_LEASE_MS, NOW) == left
+    for lease, now_ms in (
+        (Lease("life-1", 5000), 60_060),
+        (Lease("life-2", 5000), NOW),
+        (None, NOW),
+    ):
+        assert judge(left, lease, NODE_LEASE_MS, now_ms) == left
     again = NodeJoined(node_id=NODE, incarnation="life-2", inventory=left.inventory)
     assert join(left, again, "61-0").state is NodeState.READY
 
@@ -189,6 +194,18 @@ def test_every_fault_of_a_plan_is_told_with_its_pointer() -> None:
     assert any(pointer.startswith("/plan/units/0") for pointer in pointers)
     assert any(pointer.startswith("/plan/param_dtype") for pointer in pointers)
     assert "/plan/shared_memory" in pointers
+
+
+def test_a_node_that_others_said_has_left_or_leaves_is_one_again_by_its_lease() -> None:
+    lives = Lease("life-1", 5000)
+    left = leave(node(), NodeLeft(node_id=NODE, incarnation="life-1"), "60-0")
+    leaves = NodeLeaving(node_id=NODE, incarnation="life-1", grace_s=30)
+    leaving = set_out(node(), leaves, "60-0")
+    for gone, its_ms in ((left, 60_060), (leaving, 90_060)):
+        assert judge(gone, lives, NODE_LEASE_MS, its_ms) == gone
+        again = judge(gone, lives, NODE_LEASE_MS, its_ms + 1)
+        assert again == node().model_copy(update={"fact_id": "60-0"})
+    assert judge(set_out(left, leaves, "61-0"), lives, NODE_LEASE_MS, 60_061).left is False
 
 
 def test_a_lease_that_ran_out_while_redis_was_away_proves_nothing() -> None:

@@ -93,7 +93,7 @@ class NodeLeaving(Message):
     kind: Literal["node_leaving"] = "node_leaving"
     node_id: NodeId
     incarnation: Incarnation
-    grace_s: float = Field(ge=0, le=_LONGEST_S)
+    grace_s: float = Field(ge=0, le=86_400)
 
 
 class NodeLeft(Message):

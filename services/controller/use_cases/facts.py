@@ -237,6 +237,11 @@ async def _apply_node_fact(ports: Ports, told: ReceivedFact, epoch: int) -> None
 
 async def _take_in(ports: Ports, fact: NodeJoined, fact_id: str, epoch: int) -> None:
     known = await ports.nodes.node(fact.node_id)
+    lease = (await ports.nodes.leases([fact.node_id])).get(fact.node_id)
+    if lease is not None and lease.incarnation != fact.incarnation:
+        # It is the node's own agent that holds it, and told of itself before or will.
+        _log.warning("joined_without_its_lease", node_id=fact.node_id)
+        return
     node = nodes.join(known, fact, fact_id)
     if node != known:
         # Before the join is remembered: what was told behind it must not be held against it.

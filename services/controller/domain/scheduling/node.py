@@ -15,6 +15,8 @@ from services.controller.domain.record import Record
 
 LOST_NODE_KEPT_MS: Final = 7 * 86_400_000
 _BREAK_MS: Final = 5_000
+_GONE_WITHIN_MS: Final = 60_000
+"""No agent that goes renews its lease for longer than that after its time: somebody else said that it goes."""
 
 
 class Drain(Record):
@@ -35,7 +37,7 @@ class Measurement(Record):
 class Node(Record):
     """What is known of a node. ``fact_id`` is the newest join or leave that was heeded.
 
-    ``joins`` is the number of its incarnation's newest join. ``lost_ms``: since when it is LOST. ``left``: its agent said farewell. Its lease lives on until its ranks are gone, but only
+    ``joins`` is the number of its incarnation's newest join. ``lost_ms``: since when it is LOST. ``left``: its agent said farewell. Its lease lives on until its ranks are gone, some seconds; then only
     another join makes it a node again. ``drain`` is kept beside this record, by people's hands
     alone: whatever the node or the controller does, it stands until somebody takes it back.
     ``leaving``: the same, asked for by this life of its agent, which is to end.
@@ -156,6 +158,8 @@ def judge(known: Node, lease: Lease | None, healthy_ms: int, now_ms: int) -> Nod
     """
     if known.state == NodeState.LOST and known.lost_ms is None:
         known = known.model_copy(update={"lost_ms": now_ms})  # an older version did not say
+    if lease is not None and lease.incarnation == known.incarnation:
+        known = _stayed(known, now_ms)
     if known.left:
         return known
     if lease is not None:
@@ -164,6 +168,17 @@ def judge(known: Node, lease: Lease | None, healthy_ms: int, now_ms: int) -> Nod
         return known
     if known.state != NodeState.LOST and healthy_ms >= NODE_LEASE_MS:
         return known.model_copy(update={"state": NodeState.LOST, "lost_ms": now_ms})
+    return known
+
+
+def _stayed(known: Node, now_ms: int) -> Node:
+    """The node, whose agent lives, without what was said of its going that did not come true."""
+    if known.left and now_ms > (known.lost_ms or 0) + _GONE_WITHIN_MS:
+        return known.model_copy(update={"left": False})
+    leaving = known.leaving
+    if leaving is not None and not known.left:
+        gone_ms = leaving.asked_ms + leaving.grace_s * 1000 + _GONE_WITHIN_MS
+        return known if now_ms <= gone_ms else known.model_copy(update={"leaving": None})
     return known
 
 
