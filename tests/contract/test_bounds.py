@@ -112,6 +112,8 @@ def test_what_people_read_is_cut_with_a_mark(kind: type[BaseModel], fields: dict
         {"kind": "gang_diagnosed", "findings": FOUND | {"ranks": [0] * (MOST_RANKS_OF_A_NODE + 1)}},
         {"kind": "chain_damaged", "records": [0] * (MOST_RANKS + 1)},
         {"kind": "gang_launched", "pids": {}, "job_id": LONG},
+        {"kind": "gang_launched", "pids": {}, "store": {"host": LONG, "port": 1}},
+        {"kind": "replica_ready", "replica": 0, "life": 1, "store": {"host": LONG, "port": 1}},
     ],
 )
 def test_what_must_be_exact_is_refused_with_one_fault(fields: dict[str, Any]) -> None:

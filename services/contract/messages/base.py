@@ -2,7 +2,7 @@
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from services.contract.words.bounds import Positive
+from services.contract.words.bounds import NAME_CHARACTERS, Positive
 from services.contract.words.ids import JobId
 
 
@@ -21,7 +21,7 @@ class Message(BaseModel):
 class Address(Message):
     """A host and a port that other nodes can reach."""
 
-    host: str
+    host: str = Field(max_length=NAME_CHARACTERS)
     port: int = Field(ge=1, le=65_535)
 
 
