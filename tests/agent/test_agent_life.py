@@ -80,6 +80,28 @@ def test_the_next_agent_sweeps_and_tells_what_the_killed_one_could_not(
     assert controller.all_of(GangEnded) == [end, end], "an attempt is launched once, ever"
 
 
+@pytest.mark.parametrize("what", ["no text", "another type"])
+def test_what_others_wrote_in_place_of_its_steps_keeps_no_agent_from_coming_back(
+    agent: AgentProcess, controller: Controller, start_agent: StartAgent, what: str
+) -> None:
+    """Where telemetry has no secret names every agent may write that of every job."""
+    running(controller)
+    until(lambda: len(controller.steps()) > 3)
+    agent.kill()
+    key = redis_keys.job_steps(JOB)
+    if what == "no text":
+        controller.client.xadd(key, {redis_keys.MESSAGE_FIELD: b"\xff\xfe"})
+    else:
+        controller.client.delete(key)
+        controller.client.hset(key, "of another", "type")
+    again = start_agent()
+    until(lambda: len(controller.all_of(NodeJoined)) == 2 or again.process.poll() is not None)
+    assert again.process.poll() is None
+    ended(controller)
+    controller.send(launch(fence=2))
+    ended(controller, fence=2)
+
+
 def test_a_stopped_agent_tells_all_and_leaves_nothing_but_its_lease_if_gangs_ended_with_it(
     agent: AgentProcess, start_agent: StartAgent, controller: Controller
 ) -> None:

@@ -8,7 +8,7 @@ from typing import Final, cast
 
 import structlog
 from pydantic import ValidationError
-from redis.exceptions import NoPermissionError
+from redis.exceptions import NoPermissionError, ResponseError
 
 from services.contract.messages.facts import Fact, Inventory, NodeJoined, NodeLeaving, NodeLeft
 from services.contract.messages.telemetry import StepRecord
@@ -210,6 +210,12 @@ class Session:
         try:
             key = redis_keys.job_steps(self._supervisor.telemetry_names.of(left.job_id))
             entries = await self._telemetry.xrevrange(key, count=1)
+        except ResponseError as error:
+            if not str(error).startswith("WRONGTYPE"):
+                raise
+            # Another agent's doing: it must not keep this one from joining.
+            _log.error("steps_unreadable", job=left.job_id, why=str(error))
+            return left
         except REDIS_AWAY:
             if not self._telemetry_is_apart:
                 raise

@@ -86,6 +86,8 @@ def _client(url: str, timeout_s: float) -> Redis:
     client = Redis.from_url(
         url,
         decode_responses=True,
+        # Other agents may write any bytes into what ranks report, and this one reads some of it.
+        encoding_errors="replace",
         socket_timeout=timeout_s,
         socket_connect_timeout=ANSWER_WITHIN_S,
         retry=Retry(NoBackoff(), 0),
