@@ -13,8 +13,7 @@ from tenacity import (
     wait_random_exponential,
 )
 
-from meshloom.client.errors import ClientError, UnreachableError
-from services.contract.api.fault_words import in_words
+from meshloom.client.errors import UnreachableError, unreadable
 
 View = TypeVar("View", bound=BaseModel)
 Parameters = dict[str, Any]
@@ -55,11 +54,7 @@ def parsed(response: httpx.Response, view: type[View]) -> View:
                 f"{said} {media_type_of(response) or 'no type'}, which is no JSON; set MESHLOOM_URL to the "
                 "address of a controller"
             ) from error
-        place = ".".join(map(str, fault["loc"])) or "the whole"
-        raise ClientError(
-            f"{said} what this version of Meshloom cannot read as {view.__name__} ({place}: "
-            f"{in_words(fault)}); use the controller's version, and look whether MESHLOOM_URL is its address"
-        ) from error
+        raise unreadable(said, view.__name__, error) from error
 
 
 class RetryOptions(TypedDict):

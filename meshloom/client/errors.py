@@ -14,6 +14,7 @@ from typing import Final
 import httpx
 from pydantic import ValidationError
 
+from services.contract.api.fault_words import in_words
 from services.contract.words.problems import Problem, listed
 
 
@@ -35,6 +36,16 @@ def unreachable(base_url: str, error: httpx.RequestError) -> UnreachableError:
     return UnreachableError(
         f"no controller answers at {base_url} ({error}); start one with `make up`, "
         "or set MESHLOOM_URL"
+    )
+
+
+def unreadable(said: str, view: str, error: ValidationError) -> ClientError:
+    """The error for what a controller said that this version has no ``view`` for."""
+    fault = error.errors(include_url=False)[0]
+    place = ".".join(map(str, fault["loc"])) or "the whole"
+    return ClientError(
+        f"{said} what this version of Meshloom cannot read as {view} ({place}: {in_words(fault)}); "
+        "use the controller's version, and look whether MESHLOOM_URL is its address"
     )
 
 

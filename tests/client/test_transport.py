@@ -180,6 +180,17 @@ def test_what_no_controller_answers_is_one_sentence(
         client.nodes()
 
 
+@pytest.mark.parametrize(
+    "told", [b"data: {}\n\n", b"data: no JSON\n\n", b"event: refused\ndata: {}\n\n"]
+)
+def test_an_entry_of_a_stream_that_this_version_cannot_read_is_one_sentence(
+    server: _Server, told: bytes
+) -> None:
+    server.replies = [(200, {"Content-Type": "text/event-stream"}, told)]
+    with RestClient(server.url) as client, pytest.raises(ClientError, match="use the controller's"):
+        list(client.follow_all_events())
+
+
 def test_a_download_that_breaks_off_goes_on_where_it_stopped(
     server: _Server, tmp_path: Path
 ) -> None:

@@ -7,6 +7,7 @@ from typing import Any, Final, Self
 
 import httpx
 from httpx_sse import ServerSentEvent, aconnect_sse
+from pydantic import ValidationError
 from tenacity import AsyncRetrying
 
 from meshloom.client.answers import (
@@ -21,7 +22,13 @@ from meshloom.client.answers import (
     retry_options,
 )
 from meshloom.client.downloads import PartialFile
-from meshloom.client.errors import RefusedError, UnreachableError, refusal, unreachable
+from meshloom.client.errors import (
+    RefusedError,
+    UnreachableError,
+    refusal,
+    unreachable,
+    unreadable,
+)
 from services.contract.words.problems import Problem
 
 _FIRST_PAUSE_S: Final = 0.1
@@ -180,6 +187,8 @@ class AsyncTransport:
                 if error.problem.code != _STORE_IS_AWAY:
                     raise
                 await self.request("GET", "/readyz")
+            except ValidationError as error:
+                raise unreadable(f"{self.base_url}{path} told", view.__name__, error) from error
             # A proxy may end every stream at once.
             await asyncio.sleep(poll_s)
             poll_s = min(poll_s * 2, _LONGEST_PAUSE_S)

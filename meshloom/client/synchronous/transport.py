@@ -7,6 +7,7 @@ from typing import Any, Final, Self
 
 import httpx
 from httpx_sse import ServerSentEvent, connect_sse
+from pydantic import ValidationError
 from tenacity import Retrying
 
 from meshloom.client.answers import (
@@ -21,7 +22,13 @@ from meshloom.client.answers import (
     retry_options,
 )
 from meshloom.client.downloads import PartialFile
-from meshloom.client.errors import RefusedError, UnreachableError, refusal, unreachable
+from meshloom.client.errors import (
+    RefusedError,
+    UnreachableError,
+    refusal,
+    unreachable,
+    unreadable,
+)
 from services.contract.words.problems import Problem
 
 _FIRST_PAUSE_S: Final = 0.1
@@ -178,6 +185,8 @@ class Transport:
                 if error.problem.code != _STORE_IS_AWAY:
                     raise
                 self.request("GET", "/readyz")
+            except ValidationError as error:
+                raise unreadable(f"{self.base_url}{path} told", view.__name__, error) from error
             # A proxy may end every stream at once.
             time.sleep(poll_s)  # noqa: TID251 a poll over REST has nothing else to wait on
             poll_s = min(poll_s * 2, _LONGEST_PAUSE_S)
