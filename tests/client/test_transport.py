@@ -14,6 +14,7 @@ import meshloom
 from meshloom.client import ClientError, RefusedError, RestClient, UnreachableError
 from meshloom.client.downloads import PartialFile
 from meshloom.client.settings import ClientSettings
+from services.contract.api.queue import DrainRequest
 from services.contract.api.views import Health, NodeList
 from services.contract.storage.exports import ExportedFile
 from services.contract.words.problems import Problem
@@ -178,6 +179,12 @@ def test_what_no_controller_answers_is_one_sentence(
     server.replies = [reply]
     with RestClient(server.url) as client, pytest.raises(ClientError, match=told):
         client.nodes()
+
+
+def test_a_name_that_no_address_can_have_is_one_sentence(server: _Server) -> None:
+    with RestClient(server.url) as client, pytest.raises(ClientError, match=r"x1b\[31m/drain"):
+        client.drain("\x1b[31m", DrainRequest())
+    assert server.asked == []
 
 
 @pytest.mark.parametrize(

@@ -23,6 +23,7 @@ from meshloom.client.answers import (
 )
 from meshloom.client.downloads import PartialFile
 from meshloom.client.errors import (
+    ClientError,
     RefusedError,
     UnreachableError,
     refusal,
@@ -119,6 +120,8 @@ class AsyncTransport:
             return await retrying(self._http.request, method, path, **options)
         except httpx.RequestError as error:
             raise unreachable(self.base_url, error) from error
+        except httpx.InvalidURL as error:  # a name in it has a control character
+            raise ClientError(f"{path!r} is no resource of a controller: {error}") from error
 
     async def fetch(self, path: str, file: PartialFile) -> None:
         """Download a file, or what is missing of it.
