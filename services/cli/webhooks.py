@@ -99,7 +99,7 @@ def remove(
     """Remove a webhook.
 
     Example:
-      meshloom webhooks remove hook_01m80dqny75dcp2ta9620emyrc
+      meshloom webhooks remove webhook_01m80dqny75dcp2ta9620emyrc
     """
     with connect() as client:
         client.remove_webhook(webhook)

@@ -320,6 +320,8 @@ def test_a_refused_address_is_a_fault_of_the_url(controller: Controller) -> None
         "https://[64:ff9b::a9fe:a9fe]/",
         "https://[::127.0.0.1]/",
         "https://168.63.129.16/",
+        "https://192.88.99.1/",
+        "https://[3fff::1]/",
         "https://[fec0::1]/",
         "https://[200::1]/",
         "https://[4000::1]/",

@@ -49,7 +49,8 @@ _LEAD_BACK: Final = tuple(
         ipaddress.ip_network,
         (
             *("64:ff9b::/96", "64:ff9b:1::/48", "::/96", "::ffff:0:0:0/96"),
-            *("192.0.0.0/24", "168.63.129.16/32"),
+            *("192.0.0.0/24", "192.88.99.0/24", "168.63.129.16/32"),
+            "3fff::/20",  # documentation (RFC 9637), which Python counts as public
         ),
     )
 )
