@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from fsdp_core import torch_private
-from fsdp_core.runtime.tensor_tree import grad_tensors, map_tensors
+from fsdp_core.runtime.tensor_tree import Copies, grad_tensors, map_tensors
 
 T = TypeVar("T")
 
@@ -68,8 +68,13 @@ def _output(callback: Callable[[torch.Tensor], torch.Tensor], tensor: torch.Tens
     return _OutputBoundary.pass_through(callback, tensor)
 
 
-def call_after_backward(tree: T, callback: Callable[[], None]) -> T:
+def call_after_backward(tree: T, callback: Callable[[], None], copies: Copies | None = None) -> T:
     """Calls `callback` once the gradients of all input tensors in `tree` are known.
+
+    Args:
+        tree: What forward is given.
+        callback: Called without arguments.
+        copies: Takes note of what is copied.
 
     Returns:
         `tree` with its gradient-requiring tensors passed through one autograd node. Without
@@ -83,7 +88,7 @@ def call_after_backward(tree: T, callback: Callable[[], None]) -> T:
     boundary = _TransformedInputBoundary if torch_private.transforms_active() else _InputBoundary
     apply = cast("Callable[..., tuple[torch.Tensor, ...]]", boundary.apply)
     passed = iter(apply(callback, *tensors))
-    return map_tensors(lambda t: next(passed) if t.requires_grad else t, tree)
+    return map_tensors(lambda t: next(passed) if t.requires_grad else t, tree, copies)
 
 
 class _OutputBoundary(torch.autograd.Function):

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, TypeVar
 from torch import nn
 
 from fsdp_core import torch_private
-from fsdp_core.runtime.tensor_tree import map_tensors
+from fsdp_core.runtime.tensor_tree import Copies, map_tensors
 
 if TYPE_CHECKING:
     import torch
@@ -97,12 +97,12 @@ class Casting:
         self._device = device
         self._tracer = tracer
 
-    def inputs(self, tree: T) -> T:
+    def inputs(self, tree: T, copies: Copies) -> T:
         """Casts to the dtype of computation, if the policy says so."""
         if self._input_dtype is None:
             return tree
         with self._tracer.span("cast_forward_inputs"):
-            return _cast(tree, self._input_dtype)
+            return _cast(tree, self._input_dtype, copies)
 
     def output(self, tree: T) -> T:
         """Casts to the dtype of outputs, if the policy names one."""
@@ -111,14 +111,14 @@ class Casting:
         with self._tracer.span("cast_forward_outputs"):
             return _cast(tree, self._output_dtype)
 
-    def to_device(self, tree: T) -> T:
+    def to_device(self, tree: T, copies: Copies) -> T:
         """Moves to an accelerator; the host needs no move."""
         if self._device.type == "cpu":
             return tree
         with self._tracer.span("inputs_to_device"):
             # The host waits: it may refill a page-locked batch as soon as forward returns.
-            return map_tensors(lambda t: t.to(self._device), tree)
+            return map_tensors(lambda t: t.to(self._device), tree, copies)
 
 
-def _cast(tree: T, dtype: torch.dtype) -> T:
-    return map_tensors(lambda t: t.to(dtype) if t.is_floating_point() else t, tree)
+def _cast(tree: T, dtype: torch.dtype, copies: Copies | None = None) -> T:
+    return map_tensors(lambda t: t.to(dtype) if t.is_floating_point() else t, tree, copies)

@@ -22,7 +22,7 @@ from fsdp_core.runtime.forward import Casting, ForwardCalls
 from fsdp_core.runtime.observer import ObserverRelay
 from fsdp_core.runtime.root_context import RootContext
 from fsdp_core.runtime.sharded_unit import ShardedUnit
-from fsdp_core.runtime.tensor_tree import grad_tensors, has_no_tensor
+from fsdp_core.runtime.tensor_tree import Copies, grad_tensors, has_no_tensor
 from fsdp_core.runtime.tree import Member, form_tree
 from fsdp_core.states import TrainingState
 
@@ -70,6 +70,7 @@ class FSDPState(ShardedUnit):
         self._awaits_backward = False
         self._hidden_outputs = 0
         self._is_differentiated_twice = False
+        self._copies: list[Copies] = []
         self._params.watch_grads(weakly(self._note_grad))
 
     @property
@@ -119,12 +120,13 @@ class FSDPState(ShardedUnit):
     def _begin_forward(self, module: nn.Module, args: Args, kwargs: Kwargs) -> tuple[Args, Kwargs]:
         self._has_returned = False
         self._recover_if_failed(module)
+        self._copies.append(copies := Copies())
         if self._is_recomputing:
             # Backward has unsharded, unless the unit ran several forwards and an earlier
             # post-backward resharded it.
             self.prefetch_in_forward()
             self.finish_unshard()
-            return self._casting.inputs((args, kwargs))
+            return self._casting.inputs((args, kwargs), copies)
         is_first = self._training_state is not TrainingState.FORWARD
         if is_first:
             self.ensure_root()
@@ -137,13 +139,13 @@ class FSDPState(ShardedUnit):
             self._params.hold()
             self._is_differentiated_twice = torch_private.gradients_nest()
             if self.context.begin_forward(self):
-                args, kwargs = self._casting.to_device((args, kwargs))
-        args, kwargs = self._casting.inputs((args, kwargs))
+                args, kwargs = self._casting.to_device((args, kwargs), copies)
+        args, kwargs = self._casting.inputs((args, kwargs), copies)
         with self.tracer.phase("pre_forward"):
             self.prefetch_in_forward()
             self.finish_unshard()
             if is_first:
-                args, kwargs = call_after_backward((args, kwargs), self._post_backward)
+                args, kwargs = call_after_backward((args, kwargs), self._post_backward, copies)
                 self.context.prefetch_forward(self._index, self.prefetch_after_forward)
             # What comes next is on its way, and overlaps the copies out.
             self.context.comm.let_go_gathered()
@@ -153,7 +155,11 @@ class FSDPState(ShardedUnit):
     def post_forward(self, module: nn.Module, _: Args, output: object) -> object:
         """Reshards the parameters, unless they are kept, and registers the pre-backward hook."""
         with torch_private.outside_selective_checkpoint():
+            written = self._copies.pop().write_back() if self._copies else []
             if not self._is_recomputing:
+                if written:
+                    # Backward may begin with a loss that was left there.
+                    call_with_grads(written, self._pre_partial_backward)
                 if self._calls.leave(module) or self._runs_alone_without_backward:
                     self._calls.forget()
                     output = self._complete_forward(output)
@@ -170,6 +176,8 @@ class FSDPState(ShardedUnit):
         if self._has_returned:
             self._has_returned = False
             return
+        if self._copies:
+            self._copies.pop()
         if self._training_state is TrainingState.FORWARD:
             if not self._calls.leave_one():
                 return  # an outer call of the unit may go on
@@ -357,6 +365,7 @@ class FSDPState(ShardedUnit):
         self._params.reset()
         self._awaits_backward = self._may_miss_update = False
         self._hidden_outputs = 0
+        self._copies.clear()
         self.go_idle()
 
     def _recover_if_failed(self, module: nn.Module) -> None:

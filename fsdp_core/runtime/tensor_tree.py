@@ -12,12 +12,71 @@ import torch
 T = TypeVar("T")
 
 
-def map_tensors(fn: Callable[[torch.Tensor], torch.Tensor], tree: T) -> T:
+def map_tensors(
+    fn: Callable[[torch.Tensor], torch.Tensor], tree: T, copies: Copies | None = None
+) -> T:
     """Applies `fn` to every tensor in `tree`; what does not change keeps its identity.
 
     Descends into dicts, lists, tuples, sets, named tuples and dataclasses, subclasses included.
+
+    Args:
+        fn: Gives the tensor to put in another's place.
+        tree: Left as it is.
+        copies: Takes note of what is copied.
     """
-    return cast("T", _map(fn, tree))
+    return cast("T", _map(fn, tree, copies))
+
+
+class Copies:
+    """Lists, dicts and dataclasses of which a module was given copies, with other tensors in them.
+
+    The module may write to them what its caller reads: losses, or what it wants to find again.
+    """
+
+    def __init__(self) -> None:
+        self._made: list[tuple[object, object, dict[object, object]]] = []
+        self._originals: dict[int, tuple[object, object]] = {}
+
+    def note(self, old: object, new: object) -> None:
+        """`new` stands in the place of `old`."""
+        self._originals[id(new)] = (old, new)  # what lives keeps its number
+
+    def note_container(self, old: object, new: object) -> None:
+        """The same of a container, whose content may change."""
+        self.note(old, new)
+        self._made.append((old, new, _content(new)))
+
+    def write_back(self) -> list[object]:
+        """Makes the changes of each copy to its original; returns the values that are new there."""
+        written: list[object] = []
+        for old, new, before in reversed(self._made):
+            now = _content(new)
+            changed = {
+                key: v for key, v in now.items() if key not in before or v is not before[key]
+            }
+            if not changed and len(now) == len(before):
+                continue
+            written += [value for value in changed.values() if id(value) not in self._originals]
+            if isinstance(old, list):
+                old[:] = [self._original(value) for value in now.values()]
+                continue
+            target = cast("dict[object, object]", old if isinstance(old, dict) else vars(old))
+            for key in before.keys() - now.keys():
+                del target[key]
+            for key, value in changed.items():
+                target[key] = self._original(value)
+        return written
+
+    def _original(self, value: object) -> object:
+        while id(value) in self._originals:
+            value, _ = self._originals[id(value)]
+        return value
+
+
+def _content(container: object) -> dict[object, object]:
+    if isinstance(container, list):
+        return dict(enumerate(container))
+    return {**(container if isinstance(container, dict) else vars(container))}
 
 
 def grad_tensors(tree: object) -> list[torch.Tensor]:
@@ -58,46 +117,58 @@ def _is_dataclass(tree: object) -> bool:
     return dataclasses.is_dataclass(kind)
 
 
-def _map(fn: Callable[[torch.Tensor], torch.Tensor], tree: object) -> object:
+def _map(fn: Callable[[torch.Tensor], torch.Tensor], tree: object, copies: Copies | None) -> object:
     if isinstance(tree, torch.Tensor):
-        return fn(tree)
+        result = fn(tree)
+        if copies is not None and result is not tree:
+            copies.note(tree, result)
+        return result
     if _is_dataclass(tree):
-        return _map_dataclass(fn, tree)
+        return _map_dataclass(fn, tree, copies)
     if isinstance(tree, dict):
-        return _map_dict(fn, tree)
+        return _map_dict(fn, tree, copies)
     if isinstance(tree, list | tuple | set | frozenset):
-        return _map_items(fn, tree)
+        return _map_items(fn, tree, copies)
     return tree
 
 
 def _map_items(
-    fn: Callable[[torch.Tensor], torch.Tensor], tree: Collection[object]
+    fn: Callable[[torch.Tensor], torch.Tensor], tree: Collection[object], copies: Copies | None
 ) -> Collection[object]:
-    items = [_map(fn, item) for item in tree]
+    items = [_map(fn, item, copies) for item in tree]
     if all(new is old for new, old in zip(items, tree, strict=True)):
         return tree
     make = cast("Callable[..., Collection[object]]", type(tree))
     # A named tuple takes its items one by one.
-    return make(*items) if hasattr(tree, "_fields") else make(items)
+    result = make(*items) if hasattr(tree, "_fields") else make(items)
+    if copies is not None and isinstance(tree, list):
+        copies.note_container(tree, result)
+    return result
 
 
 def _map_dict(
-    fn: Callable[[torch.Tensor], torch.Tensor], tree: dict[object, object]
+    fn: Callable[[torch.Tensor], torch.Tensor],
+    tree: dict[object, object],
+    copies: Copies | None,
 ) -> dict[object, object]:
-    changed = {key: new for key, old in tree.items() if (new := _map(fn, old)) is not old}
+    changed = {key: new for key, old in tree.items() if (new := _map(fn, old, copies)) is not old}
     if not changed:
         return tree
     result = copy.copy(tree)
     for key, value in changed.items():
         result[key] = value
+    if copies is not None:
+        copies.note_container(tree, result)
     return result
 
 
-def _map_dataclass(fn: Callable[[torch.Tensor], torch.Tensor], tree: object) -> object:
+def _map_dataclass(
+    fn: Callable[[torch.Tensor], torch.Tensor], tree: object, copies: Copies | None
+) -> object:
     changed: dict[str, object] = {}
     for field in dataclasses.fields(tree):  # type: ignore[arg-type]  # checked by the caller
         old = getattr(tree, field.name)
-        if (new := _map(fn, old)) is not old:
+        if (new := _map(fn, old, copies)) is not old:
             changed[field.name] = new
     if not changed:
         return tree
@@ -108,4 +179,6 @@ def _map_dataclass(fn: Callable[[torch.Tensor], torch.Tensor], tree: object) -> 
             setattr(result, name, value)
         except dataclasses.FrozenInstanceError:
             object.__setattr__(result, name, value)
+    if copies is not None and hasattr(tree, "__dict__"):
+        copies.note_container(tree, result)
     return result

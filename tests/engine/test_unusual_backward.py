@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -183,3 +184,79 @@ def check_zero_grad(ctx: RankContext) -> None:
         model.reshard()
         model.requires_grad_(requires_grad=False)
         assert not any(param.requires_grad for param in slices)
+
+
+@dataclass
+class Notes:
+    """What layers hand on."""
+
+    hidden: torch.Tensor
+    losses: list[torch.Tensor]
+    named: dict[str, torch.Tensor]
+    total: torch.Tensor | float = 0.0
+
+
+class Noting(nn.Module):
+    """Leaves losses in what it is given, some of which backward reaches before its output."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(WIDTH, WIDTH)
+        self.gate = nn.Linear(WIDTH, 2)
+
+    def forward(
+        self, notes: Notes, losses: list[torch.Tensor], extra: dict[str, Any]
+    ) -> torch.Tensor:
+        hidden = notes.hidden
+        notes.hidden = self.layer(hidden).tanh()
+        notes.total = notes.total + self.gate(hidden).exp().sum()
+        notes.losses.append(notes.hidden.square().sum())
+        notes.named["last"] = self.gate(notes.hidden).square().sum()
+        losses.insert(0, self.gate(hidden).sin().sum())
+        extra["count"] = extra.get("count", 0) + 1
+        extra.pop("first", None)
+        return notes.hidden
+
+
+class Noted(nn.Module):
+    """Adds up what two such layers left."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(43)
+        self.embed = nn.Linear(WIDTH, WIDTH)
+        self.layers = nn.ModuleList([Noting(), Noting()])
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.embed(x)
+        notes, losses, extra = Notes(x, [x.sum()], {"x": x.sum()}), [x.mean()], {"x": x, "first": x}
+        for layer in self.layers:
+            layer(notes, losses, extra)
+        assert len(losses) == len(notes.losses) == 3
+        assert extra == {"x": x, "count": 2}
+        assert extra["x"] is x
+        left = [*losses, *notes.losses, *notes.named.values(), notes.hidden.sum()]
+        return torch.stack(left).sum() + notes.total
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+def test_what_a_unit_writes_into_its_inputs_reaches_its_caller(
+    gangs: Gangs, *, recompute: bool
+) -> None:
+    gangs(2).run(check_written, recompute)
+
+
+def check_written(ctx: RankContext, recompute: bool) -> None:  # noqa: FBT001 - shipped positionally
+    """The reference loses it, because it copies lists, dicts and dataclasses with tensors in them."""
+    plain, model = Noted().to(ctx.device), Noted().to(ctx.device)
+    for layer in model.layers:
+        ours().shard(layer, mesh=ctx.mesh)
+    ours().shard(model, mesh=ctx.mesh, reshard_after_forward=True)
+    for rank in range(ctx.world):
+        other = RankContext(rank, ctx.world, ctx.device, ctx.mesh)
+        torch.autograd.backward(plain(other.batch(0, 3, WIDTH)) / ctx.world)
+    x = ctx.batch(0, 3, WIDTH).requires_grad_()
+    output = checkpoint(model, x, use_reentrant=False) if recompute else model(x)
+    assert isinstance(output, torch.Tensor)
+    torch.autograd.backward(output)
+    assert_same_full(model, plain, rtol=1e-5, atol=1e-6)
