@@ -10,7 +10,7 @@ from fsdp_core.comm.collectives import (
     collectives_on,
 )
 from fsdp_core.comm.context import CommContext, InFlightReduction
-from fsdp_core.comm.desync import in_step
+from fsdp_core.comm.desync import in_step, wait_in_step
 from fsdp_core.comm.hostwise import HostwiseCollectives
 from fsdp_core.comm.mesh_info import (
     Axis,
@@ -97,4 +97,5 @@ __all__ = [
     "post_forward_mesh_info",
     "resolve_placement",
     "streams_for",
+    "wait_in_step",
 ]

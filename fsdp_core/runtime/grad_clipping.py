@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
 from fsdp_core import torch_private
+from fsdp_core.comm import in_step, wait_in_step
 from fsdp_core.errors import ArgumentError, NonFiniteNormError, UnsupportedError
 from fsdp_core.param import owned_over
 
@@ -158,7 +159,7 @@ class _PowerSum:
         return torch.stack(list(contributions)).sum()
 
     def all_reduce(self, contributions: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
-        dist.all_reduce(contributions, dist.ReduceOp.SUM, group)
+        _all_reduce(contributions, dist.ReduceOp.SUM, group)
         return contributions
 
     def finish(self, contribution: torch.Tensor) -> torch.Tensor:
@@ -184,11 +185,21 @@ class _Extreme:
         # Whether a backend's MAX lets NaN through depends on the order of ranks.
         nan = contributions.isnan()
         both = torch.stack([contributions.masked_fill(nan, -math.inf), nan.to(torch.float64)])
-        dist.all_reduce(both, dist.ReduceOp.MAX, group)
+        _all_reduce(both, dist.ReduceOp.MAX, group)
         return both[0].masked_fill(both[1] > 0, math.nan)
 
     def finish(self, contribution: torch.Tensor) -> torch.Tensor:
         return self._sign * contribution
+
+
+def _all_reduce(
+    tensor: torch.Tensor, op: dist.ReduceOp.RedOpType, group: dist.ProcessGroup
+) -> None:
+    """In step with the units' collectives: another rank may be in one of these."""
+    with in_step(group, tensor.device, "all-reduce of the gradients' norms"):
+        work = dist.all_reduce(tensor, op, group, async_op=True)
+    if work is not None:
+        wait_in_step(work, group, tensor.device)
 
 
 def _norms(parts: Sequence[torch.Tensor], order: float) -> list[torch.Tensor]:

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from typing import Literal
+from typing import Any, Literal
 
 import pytest
 import torch
@@ -296,11 +296,11 @@ def count_collectives(ctx: RankContext) -> None:
     sizes: list[int] = []
     original = dist.all_reduce
 
-    def counting(tensor: torch.Tensor, *args: object) -> object:
+    def counting(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> object:  # noqa: ANN401 - passed on as they come
         sizes.append(tensor.numel())
-        return original(tensor, *args)  # type: ignore[arg-type]  # passed on as they came
+        return original(tensor, *args, **kwargs)
 
-    dist.all_reduce = counting  # type: ignore[assignment]  # restored below
+    dist.all_reduce = counting  # restored below
     try:
         clip_grad_norm_(params, 1.0)
     finally:

@@ -19,7 +19,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor.debug import CommDebugMode
 
-from fsdp_core import fully_shard, torch_private
+from fsdp_core import clip_grad_norm_, fully_shard, torch_private
 from fsdp_core.comm import DefaultAllGather, desync
 from fsdp_core.errors import DesyncError
 from tests.engine.gang import Gang, Gangs, RankContext
@@ -122,6 +122,32 @@ def check_parting(ctx: RankContext, raises: bool, replicates: bool) -> str:  # n
     with pytest.raises(DesyncError) as caught:
         step(3)
     return str(caught.value)
+
+
+def test_a_rank_that_clips_while_others_go_backward_is_told_so(device: str) -> None:
+    gang = Gang(2, device)  # of its own: its process group is of no use afterwards
+    for told in gang.run(check_clipping):
+        assert "all-reduce of the gradients' norms" in told
+    gang.kill()
+
+
+def check_clipping(ctx: RankContext) -> str:
+    """Rank 0 leaves its last backward out, as it may for a loss that is not finite."""
+    desync.PATIENCE = PATIENCE
+    model = sharded(ctx)
+    for _ in range(3):
+        train(model, ["first", "twin"])
+        clip_grad_norm_(model.parameters(), 1.0)
+    with pytest.raises(DesyncError) as caught:
+        train_or_clip(ctx, model)
+    return str(caught.value)
+
+
+def train_or_clip(ctx: RankContext, model: Choosing) -> None:
+    loss = model(torch.ones(2, 4, device=ctx.device), ["first", "twin"])
+    if ctx.rank == 1:
+        torch.autograd.backward(loss)
+    clip_grad_norm_(model.parameters(), 1.0)
 
 
 def test_a_rank_whose_collective_raised_before_it_started_is_named(device: str) -> None:
