@@ -18,7 +18,8 @@ from services.contract.jobs.traces import TraceRequest
 from services.contract.words.states import JobState, TraceState
 from services.local.settings import child_environment
 from tests.agent.conftest import is_gone
-from tests.e2e.conftest import Stack, running_stack
+from tests.e2e.conftest import LONG, Stack, running_stack
+from tests.s3_server import BUCKET, s3_server
 from tests.waiting import until
 
 USER = pwd.getpwnam("nobody")
@@ -131,6 +132,28 @@ def test_ranks_of_another_user_train_checkpoint_resume_and_end_with_their_agent(
         assert stack.client.attempts(job_id).items[-1].resumed_from is not None
         stack.client.kill(job_id)
         until(lambda: stack.job(job_id).state is JobState.CANCELLED)
+
+
+def test_ranks_of_another_user_keep_checkpoints_in_a_bucket_and_load_them(home: Path) -> None:
+    with (
+        s3_server() as s3,
+        running_stack(
+            home,
+            *opened(),
+            MESHLOOM_RANK_USER=USER.pw_name,
+            MESHLOOM_CHECKPOINT_ROOT=f"s3://{BUCKET}/runs",
+            **s3.environment,
+        ) as stack,
+    ):
+        job_id = stack.submit(**LONG, resources={"ranks": 1, "device": "cpu"}).id
+        until(lambda: stack.job(job_id).latest_checkpoint)
+        stack.part("services.worker.agent").kill()  # the next one has no copies of shards
+        assert stack.rested(job_id).state is JobState.SUCCEEDED
+        assert [each.resumed_from is None for each in stack.client.attempts(job_id).items] == [
+            True,
+            False,
+        ]
+        assert (home / "copies").stat().st_mode & 0o777 == 0o711
 
 
 def diagnosed(stack: Stack, job_id: str) -> bool:

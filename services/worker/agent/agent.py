@@ -64,8 +64,8 @@ async def run_agent(settings: AgentSettings, stop: asyncio.Event) -> None:
     take_reserve()
     folder = NodeFolder(settings.home, settings.node_id)
     with folder.locked():
-        if settings.ranks_are is not None:  # checkpoints may lie below; nothing else can be read
-            settings.home.chmod(_ENTERED_BY_OTHERS)
+        if settings.ranks_are is not None:
+            _let_ranks_pass(settings)
         leftovers = await asyncio.to_thread(find_leftovers, folder, settings.node_id)
         await asyncio.to_thread(forget_drafts, folder.code)
         files = shared_files(
@@ -86,6 +86,15 @@ async def run_agent(settings: AgentSettings, stop: asyncio.Event) -> None:
                 # The sentinel did it already, unless somebody killed the sentinel.
                 await asyncio.to_thread(sweep, folder.mark)
                 folder.remove_board_root()
+
+
+def _let_ranks_pass(settings: AgentSettings) -> None:
+    """Ranks of another user enter what of the home leads to checkpoints and to code; nothing there can be read."""
+    leading = settings.checkpoint_folder.parents
+    between = [folder for folder in reversed(leading) if settings.home in folder.parents]
+    for folder in (settings.home, *between):
+        folder.mkdir(exist_ok=True)
+        folder.chmod(_ENTERED_BY_OTHERS)
 
 
 def _look_over(cpu_slots: int, files: SharedFiles) -> Inventory:
