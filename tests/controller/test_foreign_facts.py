@@ -24,9 +24,9 @@ from services.contract.words.bounds import MOST_ATTEMPTS, MOST_WHOLE
 from services.contract.words.ids import checkpoint_id, new_job_id
 from services.contract.words.states import CheckpointState, JobState
 from services.controller.domain.decisions.dispatch import decide, first_decision, was_told_to_load
-from services.controller.domain.decisions.recovery import found_again
+from services.controller.domain.decisions.recovery import MOST_FOUND, found_again
 from services.controller.domain.job.effects import Decision
-from services.controller.domain.job.events import GangFact, JobEvent
+from services.controller.domain.job.events import FoundInStorage, GangFact, JobEvent
 from services.controller.domain.job.job import Job, Origin
 from services.controller.domain.scheduling.node import Lease
 from services.controller.ports.jobs import Actor
@@ -316,3 +316,23 @@ def test_a_join_without_the_lease_that_the_nodes_agent_holds_is_not_one() -> Non
         assert node.incarnation == "life-2"
 
     play(course)
+
+
+def test_of_a_job_that_is_found_so_many_checkpoints_are_kept() -> None:
+    job = new_job()
+    one = linked(job, 1).manifest
+
+    def told(first: int, count: int) -> JobFound:
+        names = {n: checkpoint_id(job.id, n, 1) for n in range(first, first + count)}
+        manifests = {
+            n + 1: one.model_copy(update={"step": n, "checkpoint_id": name})
+            for n, name in names.items()
+        }
+        return found(job).model_copy(update={"manifests": manifests})
+
+    newest = told(11, MOST_FOUND + 5)
+    kept = found_again(newest, NOW).job
+    assert len(kept.checkpoints) == MOST_FOUND
+    assert checkpoint_id(job.id, MOST_FOUND + 15, 1) in kept.checkpoints
+    after = decide(kept, FoundInStorage(told(1, 10), {}), NOW).job
+    assert after.checkpoints.keys() == kept.checkpoints.keys()

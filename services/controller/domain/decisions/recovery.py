@@ -18,6 +18,9 @@ FOUND_AGAIN = "found again in storage"
 ADOPTED_WITHIN_MS: Final = 20_000
 """For so long a job that was meant to run waits for its ranks. Agents that live have told of them by
 then; ranks of a node that is cut off are fenced by the next attempt."""
+MOST_FOUND: Final = 8_192
+"""So many checkpoints a job has after what storage tells. Whoever may tell of jobs could tell of any number, and all
+are read with the job."""
 _DAMAGED: Final = (
     "records of its commit chain cannot be read, and without them it would start over: restore them, "
     "or resume it to do so"
@@ -178,9 +181,11 @@ def _in_line(job: Job, card: JobCard) -> Job:
 def _with_checkpoints(job: Job, fact: JobFound, now_ms: int) -> Job:
     """The job with an index of what its chain commits; what is new to it is pinned."""
     book = dict(job.checkpoints)
+    new = sorted(n for n, manifest in fact.manifests.items() if manifest.checkpoint_id not in book)
+    left_out = set(new[: max(len(book) + len(new) - MOST_FOUND, 0)])
     for number, manifest in fact.manifests.items():
         known = book.get(manifest.checkpoint_id)
-        if manifest.checkpoint_id in job.gone:
+        if manifest.checkpoint_id in job.gone or number in left_out:
             continue
         if known is None or known.state not in LINKED_STATES:
             link = CheckpointLinked(
