@@ -276,3 +276,11 @@ def test_a_number_for_which_json_has_no_word_is_refused_before_a_record_holds_it
     FACT.validate_json(_NOT_IN_JSON[field] % 1)
     with pytest.raises(ValidationError, match=field):
         FACT.validate_json(_NOT_IN_JSON[field] % number)
+
+
+@pytest.mark.parametrize("rate", ["NaN", "1e999"])
+def test_a_rate_that_no_client_could_read_makes_no_step(rate: str) -> None:
+    step = '{"step":1,"fence":1,"loss":1,"step_time_s":1,"tokens_per_s":%s}'
+    StepRecord.model_validate_json(step % 5)
+    with pytest.raises(ValidationError, match="tokens_per_s"):
+        StepRecord.model_validate_json(step % rate)

@@ -95,7 +95,7 @@ class StepRecord(Message):
     loss: float | None
     grad_norm: float | None = None
     learning_rate: float | None = None
-    tokens_per_s: float
+    tokens_per_s: float = Field(allow_inf_nan=False)
     step_time_s: float = Field(ge=0, le=MOST_SECONDS)
     data_wait_s: float | None = Field(
         default=None,
