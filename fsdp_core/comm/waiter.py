@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import atexit
 import threading
 import weakref
 from queue import SimpleQueue
-from typing import TYPE_CHECKING
+from time import monotonic
+from typing import TYPE_CHECKING, Final
 
 import torch.distributed as dist
 
 if TYPE_CHECKING:
     from datetime import timedelta
+
+
+_AWAITED_AT_EXIT_S: Final = 10.0
 
 
 class Waiter:
@@ -29,11 +34,32 @@ class Waiter:
         if self._works is None:
             self._works = SimpleQueue()
             # One that blocks for ever must not keep the process from ending.
-            threading.Thread(
+            thread = threading.Thread(
                 target=_serve, args=(self._works,), name="fsdp_core waits", daemon=True
-            ).start()
+            )
+            thread.start()
+            _threads[thread] = self._works
             weakref.finalize(self, self._works.put, None).atexit = False
         self._works.put(work)
+
+
+_threads: weakref.WeakKeyDictionary[threading.Thread, SimpleQueue[TimedWork | None]] = (
+    weakref.WeakKeyDictionary()
+)
+
+
+@atexit.register
+def _end_threads() -> None:
+    """Ends the threads before Python ends: one that came back from gloo later would abort the process.
+
+    One that waits for ranks of which none goes on is left behind after a while. Most often another rank ends for
+    the same reason, and with its connections the wait.
+    """
+    deadline = monotonic() + _AWAITED_AT_EXIT_S
+    for works in _threads.values():
+        works.put(None)
+    for thread in list(_threads):
+        thread.join(max(deadline - monotonic(), 0.0))
 
 
 def _serve(works: SimpleQueue[TimedWork | None]) -> None:
