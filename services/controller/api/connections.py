@@ -37,6 +37,7 @@ _READ_BYTES_OF_A_BODY: Final = 1 << 16
 _MOST_FRAMING_BYTES: Final = 1 << 15
 _CONTENT_FOR_A_FRAMING_BYTE: Final = 64
 
+# Behind TLS so much is read at a time, which is as much as one of its records holds.
 _ENCRYPTED_BYTES: Final = 1 << 14
 _PIECE_BYTES: Final = 1 << 16
 
@@ -294,9 +295,8 @@ class _WritesInPieces:
 
     def write(self, data: bytes) -> None:
         for start in range(0, len(data), _PIECE_BYTES):
-            if (
-                self._transport.is_closing()
-            ):  # asyncio would write a line into the log for each piece
+            # asyncio would write a line into the log for each piece.
+            if self._transport.is_closing():
                 return
             self._transport.write(data[start : start + _PIECE_BYTES])
 

@@ -141,9 +141,8 @@ class Monitor:
                 self._counted_at, took_s = began, self._now() - began
                 self._rests_until = began if took_s < _CHEAP_S else began + _REST * took_s
             if self._written_at < asked_at:
-                await asyncio.sleep(
-                    0
-                )  # all who ask in this round of the loop wait for the same text
+                # All who ask in this round of the loop wait for the same text.
+                await asyncio.sleep(0)
                 self._written_at = self._now()
                 self._text = generate_latest(self._registry)
             return self._text

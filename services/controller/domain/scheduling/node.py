@@ -16,7 +16,7 @@ from services.controller.domain.record import Record
 LOST_NODE_KEPT_MS: Final = 7 * 86_400_000
 _BREAK_MS: Final = 5_000
 _GONE_WITHIN_MS: Final = 60_000
-"""No agent that goes renews its lease for longer than that after its time: somebody else said that it goes."""
+"""An agent that still renews its lease so long after it should have gone did not say itself that it goes."""
 
 
 class Drain(Record):
@@ -37,8 +37,8 @@ class Measurement(Record):
 class Node(Record):
     """What is known of a node. ``fact_id`` is the newest join or leave that was heeded.
 
-    ``joins`` is the number of its incarnation's newest join. ``lost_ms``: since when it is LOST. ``left``: its agent said farewell. Its lease lives on until its ranks are gone, some seconds; then only
-    another join makes it a node again. ``drain`` is kept beside this record, by people's hands
+    ``joins`` is the number of its incarnation's newest join. ``lost_ms``: since when it is LOST. ``left``: its agent said farewell. Its lease lives on for seconds, until its ranks are gone, and only
+    another join makes it a node again; one whose lease still lives a minute later has not left. ``drain`` is kept beside this record, by people's hands
     alone: whatever the node or the controller does, it stands until somebody takes it back.
     ``leaving``: the same, asked for by this life of its agent, which is to end.
     ``measured``, by type of device, is kept beside it too: machines outlive their agents.
