@@ -100,7 +100,8 @@ class SimulatedCluster:
     def end(self, job: Job) -> None:
         """Tell the controller, as the agents do, that a job that runs has finished its last step."""
         for node_id in _nodes_of(job):
-            self._redis.rpush(keys.ARRIVED_FACTS, _ended(job, node_id).model_dump_json())
+            self._redis.rpush(keys.node_facts(node_id), _ended(job, node_id).model_dump_json())
+            self._redis.rpush(keys.FACT_SENDERS, node_id)
 
     async def _add_nodes(self, epoch: int, running: int) -> None:
         slots = -(-self._ranks // NODES_A_JOB)

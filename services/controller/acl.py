@@ -1,4 +1,4 @@
-"""Redis's users: ``python -m services.controller.acl NODE[=FILE]…`` prints the file for ``aclfile``.
+"""Redis's users: ``python -m services.controller.acl [--last-release] NODE[=FILE]…`` prints the file for ``aclfile``.
 
 The controllers' password comes from ``MESHLOOM_REDIS_CONTROLLER_PASSWORD``, or from the file that
 ``MESHLOOM_REDIS_CONTROLLER_PASSWORD_FILE`` names. Every node has a user of
@@ -36,12 +36,15 @@ _CONNECTION: Final = "+@connection +time -@dangerous -@admin -client|tracking"
 _TRANSACTION: Final = "+multi +exec +discard +watch +unwatch"
 
 
-def acl_file(controller: str, agents: Iterable[tuple[str, str]]) -> str:
+def acl_file(
+    controller: str, agents: Iterable[tuple[str, str]], *, last_release: bool = False
+) -> str:
     """The users of a Redis that only Meshloom uses; needs Redis 7.
 
     Args:
         controller: The controllers' password.
         agents: Node ids, each with its agent's password.
+        last_release: Agents of the last release may tell facts, too, in the name of any node.
     """
     lines = [
         # It is off, so that no client can be this user. Redis itself is, when it loads its append-only
@@ -49,7 +52,7 @@ def acl_file(controller: str, agents: Iterable[tuple[str, str]]) -> str:
         # (Redis before the fix of its issue 14541).
         "user default off resetpass ~* &* +@all",
         _controller(controller),
-        *(_agent(node_id, password) for node_id, password in agents),
+        *(_agent(node_id, password, last_release) for node_id, password in agents),
     ]
     return "\n".join(lines) + "\n"
 
@@ -62,12 +65,13 @@ def _controller(password: str) -> str:
     )
 
 
-def _agent(node_id: str, password: str) -> str:
+def _agent(node_id: str, password: str, last_release: bool) -> str:  # noqa: FBT001 of this module alone
     return " ".join(
         [
             f"user agent-{node_id} on {_digest(password)} resetkeys resetchannels &{keys.WAKE}",
             f"-@all {_CONNECTION} {_TRANSACTION} +publish +script|load",
             *(f"({rule})" for rule in _agent_rules(node_id)),
+            *([f"(+rpush %W~{keys.ARRIVED_FACTS})"] if last_release else []),
         ]
     )
 
@@ -97,7 +101,8 @@ def _agent_rules(node_id: str) -> Iterator[str]:
     yield f"+hset +hget +hmget +xadd +xrevrange +xrange {_patterns(told)}"
     yield f"+xrange %R~{keys.job_events(_ANY_JOB)}"
     yield f"+hget %R~{keys.code(_ANY_DIGEST)}"
-    yield f"+rpush %W~{keys.ARRIVED_FACTS}"
+    # A fact in its own list, and that it has one in the order of all.
+    yield f"+rpush %W~{keys.node_facts(node_id)} %W~{keys.FACT_SENDERS}"
 
 
 def _patterns(names: Iterable[str]) -> str:
@@ -114,8 +119,14 @@ def main() -> None:
     parser.add_argument(
         "nodes", nargs="+", metavar="NODE[=FILE]", help="a node, and its password's file"
     )
+    parser.add_argument(
+        "--last-release",
+        action="store_true",
+        help="agents of the last release may tell facts, too, each in the name of any node: until all are upgraded",
+    )
+    asked = parser.parse_args()
     # Redis takes no user twice.
-    nodes = dict(name.partition("=")[::2] for name in parser.parse_args().nodes)
+    nodes = dict(name.partition("=")[::2] for name in asked.nodes)
     try:
         settings = AclSettings()
     except ValidationError as error:
@@ -130,7 +141,7 @@ def main() -> None:
     except (OSError, ValueError) as error:
         _refuse(str(error))
     controller = settings.redis_controller_password.get_secret_value()
-    sys.stdout.write(acl_file(controller, agents))
+    sys.stdout.write(acl_file(controller, agents, last_release=asked.last_release))
 
 
 def _faults(error: ValidationError, otherwise: str) -> str:

@@ -89,7 +89,7 @@ class Controller:
             )
 
     def facts(self) -> list[Fact]:
-        arrived: Any = self.client.lrange(redis_keys.ARRIVED_FACTS, 0, -1)
+        arrived: Any = self.client.lrange(redis_keys.node_facts(NODE), 0, -1)
         return [FACT.validate_json(text) for text in arrived]
 
     def steps(self) -> list[StepRecord]:

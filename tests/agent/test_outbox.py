@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from services.contract.messages.facts import NodeLeft
-from services.contract.redis.redis_keys import ARRIVED_FACTS
+from services.contract.redis.redis_keys import FACT_SENDERS, node_facts
 from services.local.embedded_redis import EmbeddedRedis
 from services.worker.agent.streams.outbox import MOST_WAITING, Outbox
 from services.worker.agent.streams.redis_clients import writing_client
@@ -43,7 +43,8 @@ async def fill_and_empty(folder: Path) -> None:
             async with asyncio.timeout(120):
                 await outbox.emptied()
             assert not outbox.is_full()
-            told = await client.lrange(ARRIVED_FACTS, 0, -1)
+            told = await client.lrange(node_facts(NODE), 0, -1)
+            assert await client.lrange(FACT_SENDERS, 0, -1) == [NODE] * MOST_WAITING
         assert [json.loads(fact)["incarnation"] for fact in told] == list(
             map(str, range(MOST_WAITING))
         )

@@ -264,12 +264,21 @@ def test_an_agent_can_do_nothing_in_the_name_of_others(guarded: Guarded) -> None
         ("XADD", keys.FACTS, "*", "m", "{}"),
         ("XADD", keys.FACTS, "MAXLEN", "0", "*", "m", "{}"),
         ("XADD", keys.FACTS, f"{(1 << 64) - 1}-{(1 << 64) - 1}", "m", "{}"),
-        ("LRANGE", keys.ARRIVED_FACTS, "0", "-1"),
-        ("LTRIM", keys.ARRIVED_FACTS, "1", "0"),
-        ("LPOP", keys.ARRIVED_FACTS),
-        ("DEL", keys.ARRIVED_FACTS),
-        ("SET", keys.ARRIVED_FACTS, "x"),
+        *(
+            (*command, key, *rest)
+            for key in (keys.FACT_SENDERS, keys.node_facts(NODE), keys.node_facts(other))
+            for command, rest in (
+                (("LRANGE",), ("0", "-1")),
+                (("LTRIM",), ("1", "0")),
+                (("LPOP",), ()),
+                (("DEL",), ()),
+                (("SET",), ("x",)),
+            )
+        ),
+        ("RPUSH", keys.node_facts(other), "{}"),
+        ("RPUSH", keys.ARRIVED_FACTS, "{}"),
         ("RPUSH", keys.TAKEN_FACTS, "{}"),
+        ("RPUSH", keys.TAKEN_FACT_SENDERS, NODE),
         ("HSET", keys.code("a" * 64), "0", "import os"),
         ("DEL", keys.code("a" * 64)),
         ("HGET", keys.code_draft("a" * 64, "x"), "0"),
@@ -300,7 +309,8 @@ def test_an_agent_can_do_nothing_in_the_name_of_others(guarded: Guarded) -> None
             ("return redis.call('HGETALL', KEYS[1])", keys.TOKENS),
             ("return redis.call('SET', KEYS[1], 'mine')", keys.node_lease(other)),
             ("return redis.call('XADD', KEYS[1], 'MAXLEN', 0, '*', 'm', '{}')", keys.FACTS),
-            ("return redis.call('LTRIM', KEYS[1], 1, 0)", keys.ARRIVED_FACTS),
+            ("return redis.call('LTRIM', KEYS[1], 1, 0)", keys.FACT_SENDERS),
+            ("return redis.call('RPUSH', KEYS[1], '{}')", keys.node_facts(other)),
         ):
             with pytest.raises((NoPermissionError, ResponseError), match=DENIED):
                 agent.eval(script, 1, key)
@@ -310,7 +320,8 @@ def test_an_agent_can_do_nothing_in_the_name_of_others(guarded: Guarded) -> None
                 agent.eval(script, 0)
         agent.set(keys.node_lease(NODE), "mine", px=10)
         assert agent.hget(record, "fence") is None
-        assert agent.rpush(keys.ARRIVED_FACTS, "{}")
+        assert agent.rpush(keys.node_facts(NODE), "{}")
+        assert agent.rpush(keys.FACT_SENDERS, NODE)
 
 
 def test_a_controller_can_do_nothing_to_the_server(guarded: Guarded) -> None:

@@ -39,6 +39,14 @@ C = TypeVar("C", bound=BaseModel)
 LONG_MS: Final = 600_000
 
 
+def append_fact(redis: Redis, node_id: str, body: str | bytes) -> None:
+    """As the agent of that node adds it."""
+    with redis.pipeline(transaction=True) as pipe:
+        pipe.rpush(keys.node_facts(node_id), body)
+        pipe.rpush(keys.FACT_SENDERS, node_id)
+        pipe.execute()
+
+
 class AgentDouble:
     """The agent of one node of four CPU slots."""
 
@@ -70,7 +78,7 @@ class AgentDouble:
         self._redis.delete(keys.node_lease(self.node_id))
 
     def tell(self, fact: BaseModel) -> None:
-        self._redis.rpush(keys.ARRIVED_FACTS, fact.model_dump_json())
+        append_fact(self._redis, self.node_id, fact.model_dump_json())
 
     def commands(self) -> list[Command]:
         entries = self._redis.xrange(keys.node_inbox(self.node_id)) or []

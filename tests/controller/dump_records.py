@@ -58,7 +58,7 @@ def make_jobs(plane: ControlPlane) -> None:
     plane.agent.ends(gang, 0, signal=9)
     plane.in_state(cancelled, "CANCELLED")
     plane.submit(name="waits", resources={"ranks": 4}, priority=3)
-    until(lambda: plane.redis.llen(keys.ARRIVED_FACTS) == plane.redis.xlen(keys.FACTS) == 0)
+    until(lambda: plane.redis.llen(keys.FACT_SENDERS) == plane.redis.xlen(keys.FACTS) == 0)
 
 
 def dump(redis: Redis) -> dict[str, Any]:

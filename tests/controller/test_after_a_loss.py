@@ -24,7 +24,7 @@ from services.controller.domain.job.events import GangPlaced, JobEvent, PinAsked
 from services.controller.domain.job.job import Job
 from services.controller.domain.scheduling.node import Lease
 from services.controller.ports.jobs import Actor
-from services.controller.ports.machines import Entry
+from services.controller.ports.machines import FactEntry
 from services.controller.use_cases.change import apply_events
 from services.controller.use_cases.facts import apply_facts
 from services.controller.use_cases.jobs import purge_job
@@ -54,11 +54,13 @@ class Leader:
         self.ports = memory_ports(self.server)
         self.server.epoch = 1
 
-    async def hear(self, *facts: Fact) -> list[Entry]:
+    async def hear(self, *facts: Fact, sender: str | None = None) -> list[FactEntry]:
+        """Of their own nodes, or all from the agent of ``sender``."""
         entries = []
         for fact in facts:
             self.now += 1
-            entries.append(Entry(f"{self.now}-0", fact.model_dump_json()))
+            body = fact.model_dump_json()
+            entries.append(FactEntry(f"{self.now}-0", body, sender or fact.node_id))
         await apply_facts(self.ports, entries, 1)
         return entries
 

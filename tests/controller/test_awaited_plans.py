@@ -33,7 +33,7 @@ from services.controller.domain.plans import default_plan
 from services.controller.domain.plans.pace import scale_of
 from services.controller.domain.scheduling.node import Lease
 from services.controller.ports.jobs import Actor, EventRecord, Stored
-from services.controller.ports.machines import Entry, Log
+from services.controller.ports.machines import FactEntry, Log
 from services.controller.ports.plans import PlanStore
 from services.controller.use_cases.change import apply_events
 from services.controller.use_cases.clone import Cloning, clone
@@ -102,12 +102,14 @@ class Office:
     async def hears(self, *facts: ModelProbed | NodeMeasured) -> None:
         for fact in facts:
             self.now += 1
-            await apply_facts(self.ports, [Entry(f"{self.now}-0", fact.model_dump_json())], 1)
+            await apply_facts(
+                self.ports, [FactEntry(f"{self.now}-0", fact.model_dump_json(), fact.node_id)], 1
+            )
 
-    async def answers(self, question: ProbeModel | None = None) -> None:
-        """The node profiles the model as it was last asked to, and measures itself."""
+    async def answers(self, question: ProbeModel | None = None, name: str = NODE) -> None:
+        """A node profiles the model as it was last asked to; the first one measures itself."""
         known = NodeMeasured(node_id=NODE, incarnation="life-1", device_type="cpu", facts=FACTS)
-        await self.hears(answer_to(question or self.asked()[-1]), known)
+        await self.hears(answer_to(question or self.asked()[-1], name), known)
 
     async def fails(self, code: str) -> None:
         failure = ProbeFailure.model_validate({"code": code, "reason": "it went wrong so"})
@@ -597,7 +599,7 @@ def test_a_job_that_waits_is_planned_for_nodes_that_could_take_it_and_not_for_th
         job_id = await office.submits()
         await office.looks()
         asked = [c for c in office.server.commands("loom-2") if isinstance(c, ProbeModel)]
-        await office.answers(asked[-1])
+        await office.answers(asked[-1], "loom-2")
         office.now += 30_000  # what that node measures is not waited for any longer
         await office.looks()
         job = await office.job(job_id)

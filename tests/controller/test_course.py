@@ -6,7 +6,7 @@ from services.contract.messages.base import OfAttempt
 from services.contract.messages.commands import LaunchGang, StopGang
 from services.contract.messages.facts import RunningGang
 from services.contract.redis import redis_keys as keys
-from tests.controller.agent_double import AgentDouble
+from tests.controller.agent_double import AgentDouble, append_fact
 from tests.controller.conftest import ControlPlane
 from tests.waiting import until
 
@@ -222,7 +222,7 @@ def test_a_node_whose_lease_ran_out_while_redis_was_well_loses_its_attempts(
 
 
 def test_an_unreadable_fact_does_not_hold_up_the_others(plane: ControlPlane) -> None:
-    plane.redis.rpush(keys.ARRIVED_FACTS, "{nonsense")
+    append_fact(plane.redis, "loom-1", "{nonsense")
     plane.agent.join()
     until(lambda: plane.get("/v1/nodes")["items"], every_s=0.01)
     until(lambda: plane.redis.xlen(keys.FACTS) == 0, every_s=0.01)

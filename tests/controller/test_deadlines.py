@@ -22,7 +22,7 @@ from services.controller.domain.job.events import JobEvent, KillAsked, PauseAske
 from services.controller.domain.job.job import Job
 from services.controller.domain.scheduling.node import LOST_NODE_KEPT_MS, Drain, Lease
 from services.controller.ports.jobs import Stored
-from services.controller.ports.machines import Entry
+from services.controller.ports.machines import FactEntry
 from services.controller.use_cases.facts import apply_facts
 from services.controller.use_cases.reconcile import Reconciler
 from tests.controller.histories import NODE, NOW, killed, new_job, node, placed, play, running
@@ -167,7 +167,9 @@ def until_commanded(job: Job, kind: type[LaunchGang | StopGang], now_ms: int) ->
 
 
 async def told_now(server: MemoryServer, fact: Fact, time_ms: int) -> None:
-    await apply_facts(memory_ports(server), [Entry(f"{time_ms}-0", fact.model_dump_json())], 1)
+    await apply_facts(
+        memory_ports(server), [FactEntry(f"{time_ms}-0", fact.model_dump_json(), fact.node_id)], 1
+    )
 
 
 @given(ahead_ms=st.integers(0, LATER - NOW))

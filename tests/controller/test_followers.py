@@ -12,6 +12,7 @@ from services.controller.adapters.redis import redis_ports
 from services.controller.adapters.redis.coordination import RedisWaker
 from services.controller.api.context import Context
 from services.controller.ports.machines import Log
+from tests.controller.agent_double import append_fact
 from tests.controller.conftest import ControlPlane
 
 STREAM = {"Accept": "text/event-stream"}
@@ -30,7 +31,7 @@ async def test_followers_in_any_number_silence_no_loop(redis_url: str) -> None:
             async with asyncio.timeout(20):
                 while len(outside.client_list()) < 60:  # noqa: ASYNC110 Redis sets no event
                     await asyncio.sleep(0)
-            outside.rpush(keys.ARRIVED_FACTS, "fact")
+            append_fact(outside, "loom-1", "fact")
             (entry,) = await ports.facts.next(10, 5)
             assert entry.body == "fact"
             async with ports.listen() as waker:

@@ -12,11 +12,14 @@ from services.contract.messages.facts import (
     CheckpointRetired,
     CheckpointVerified,
     Evaluated,
+    Fact,
     GangDiagnosed,
     GangEnded,
     GangLaunched,
     JobFound,
     NodeJoined,
+    NodeLeaving,
+    NodeLeft,
     RankExit,
 )
 from services.contract.messages.findings import Findings, RankFinding
@@ -30,7 +33,7 @@ from services.controller.domain.job.events import FoundInStorage, GangFact, JobE
 from services.controller.domain.job.job import Job, Origin
 from services.controller.domain.scheduling.node import Lease
 from services.controller.ports.jobs import Actor
-from services.controller.ports.machines import Entry
+from services.controller.ports.machines import FactEntry
 from services.controller.use_cases.facts import apply_facts
 from tests.controller.histories import (
     NODE,
@@ -51,6 +54,7 @@ from tests.controller.histories import (
 )
 from tests.controller.histories import play as played
 from tests.controller.test_after_a_loss import Leader, found, joined, play
+from tests.controller.test_plans import measured
 
 ADA = Actor("ada")
 OTHER_ID = new_job_id(NOW, b"\x01" * 10)
@@ -289,13 +293,40 @@ def test_of_a_number_of_attempts_that_no_job_has_had_a_job_takes_no_notice() -> 
         assert told.count('"fence":1') == 2  # its own, and its card's
         for fence in (MOST_WHOLE, 10**10, MOST_ATTEMPTS + 1):
             forged = told.replace('"fence":1', f'"fence":{fence}', 1)
-            await apply_facts(leader.ports, [Entry(f"{leader.now}-{fence}", forged)], 1)
+            await apply_facts(leader.ports, [FactEntry(f"{leader.now}-{fence}", forged, None)], 1)
         await leader.happen(job, placed(job))
         attempt = (await leader.job(job.id)).attempt
         assert attempt is not None
         assert attempt.fence == 1
         known = FACT.validate_json(told.replace('"fence":1', f'"fence":{MOST_ATTEMPTS}', 1))
         assert isinstance(known, JobFound)
+
+    play(course)
+
+
+def test_what_an_agent_tells_in_the_name_of_another_node_changes_nothing() -> None:
+    async def course(leader: Leader) -> None:
+        job = new_job()
+        await leader.hear(joined(NODE))
+        await keep(leader, job, placed(job), launched(job), progressed(job), began(job, 10))
+        before = (await leader.job(job.id), await leader.ports.nodes.nodes())
+        sent = leader.server.commands(NODE)
+        forged: list[Fact] = [
+            joined(NODE, life="life-2"),
+            NodeLeaving(node_id=NODE, incarnation="life-1", grace_s=5),
+            NodeLeft(node_id=NODE, incarnation="life-1"),
+            vote(job, 10, 0),
+            killed(job),
+            found(sams()),
+            measured(),
+        ]
+        await leader.hear(*forged, sender="loom-2")
+        assert (await leader.job(job.id), await leader.ports.nodes.nodes()) == before
+        assert leader.server.commands(NODE) == sent
+        assert list(leader.server.jobs) == [job.id]
+        assert leader.server.measured == {}
+        await leader.hear(*forged)
+        assert (await leader.job(job.id), await leader.ports.nodes.nodes()) != before
 
     play(course)
 

@@ -21,7 +21,7 @@ from services.controller.loops.leader import Leader
 from services.controller.loops.observer import Observer
 from services.controller.loops.store_retry import StoreRetry
 from services.controller.ports.coordination import Ports
-from services.controller.ports.machines import Entry
+from services.controller.ports.machines import FactEntry
 
 pytestmark = pytest.mark.anyio
 
@@ -190,7 +190,7 @@ async def test_a_fact_that_trips_a_handler_is_given_up_and_holds_up_nobody(
     heeded: list[str] = []
     tries: list[str] = []
 
-    async def apply_facts(_ports: Ports, entries: Sequence[Entry], _epoch: int) -> None:
+    async def apply_facts(_ports: Ports, entries: Sequence[FactEntry], _epoch: int) -> None:
         for entry in entries:
             if entry.body == "poison":
                 tries.append(entry.body)
@@ -201,7 +201,7 @@ async def test_a_fact_that_trips_a_handler_is_given_up_and_holds_up_nobody(
     monkeypatch.setattr(fact_loop, "_LOOK_BACK_EVERY_S", 0.01)
     monkeypatch.setattr(fact_loop, "_BLOCK_S", 0.001)
     for body in ("poison", "good"):
-        server.facts.append(server.entry(body))
+        server.tell(body)
     running = asyncio.create_task(fact_loop.FactLoop(memory_ports(server), 1).run())
     await come_true(lambda: not server.facts and not server.delivered)
     running.cancel()
@@ -216,14 +216,14 @@ async def test_facts_that_are_handled_alone_are_observed_and_a_record_too_long_i
     tries: list[list[str]] = []
     waited: list[float] = []
 
-    async def apply_facts(_ports: Ports, entries: Sequence[Entry], _epoch: int) -> None:
+    async def apply_facts(_ports: Ports, entries: Sequence[FactEntry], _epoch: int) -> None:
         tries.append([entry.body for entry in entries])
         if "long" in tries[-1]:
             raise RecordTooLongError("it has a text of a gigabyte")
 
     monkeypatch.setattr(fact_loop, "apply_facts", apply_facts)
     for body in ("good", "long", "better"):
-        server.facts.append(server.entry(body))
+        server.tell(body)
     observer = Observer(fact_handled=waited.append)
     loop = fact_loop.FactLoop(memory_ports(server), 1, observer=observer)
     running = asyncio.create_task(loop.run())
@@ -239,11 +239,11 @@ async def test_a_fact_is_acknowledged_only_after_it_was_committed(
 ) -> None:
     outcomes = iter([StoreUnavailableError("gone"), DeposedError("over")])
 
-    async def apply_facts(_ports: Ports, _entries: Sequence[Entry], _epoch: int) -> None:
+    async def apply_facts(_ports: Ports, _entries: Sequence[FactEntry], _epoch: int) -> None:
         raise next(outcomes)
 
     monkeypatch.setattr(fact_loop, "apply_facts", apply_facts)
-    server.facts.append(server.entry("fact"))
+    server.tell("fact")
     with pytest.raises(DeposedError):
         await fact_loop.FactLoop(memory_ports(server), 1).run()
     assert [entry.body for entry in server.delivered.values()] == ["fact"]

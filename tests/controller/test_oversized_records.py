@@ -16,7 +16,7 @@ from services.contract.words.ids import new_job_id
 from services.controller.adapters.redis import redis_ports
 from services.controller.api.guard import AccessPolicy
 from services.controller.ports.machines import Log
-from tests.controller.agent_double import AgentDouble
+from tests.controller.agent_double import AgentDouble, append_fact
 from tests.controller.conftest import ControlPlane, open_plane
 from tests.controller.histories import NODE
 from tests.waiting import until
@@ -36,11 +36,11 @@ def two_that_train(plane: ControlPlane) -> tuple[str, str]:
 def test_a_fact_that_is_longer_than_any_costs_itself_and_is_not_read(
     plane: ControlPlane, caplog: pytest.LogCaptureFixture
 ) -> None:
-    plane.redis.rpush(keys.ARRIVED_FACTS, "x" * (keys.LONGEST_FACT + 1))
+    append_fact(plane.redis, "loom-1", "x" * (keys.LONGEST_FACT + 1))
     many = json.dumps({"kind": "gang_launched", "pids": {f"a{n}": "x" for n in range(60_000)}})
-    plane.redis.rpush(keys.ARRIVED_FACTS, many)
+    append_fact(plane.redis, "loom-1", many)
     nested = json.dumps({"kind": "node_measured", "detail": {"a": [[]] * (1 << 20)}})
-    plane.redis.rpush(keys.ARRIVED_FACTS, nested)
+    append_fact(plane.redis, "loom-1", nested)
     plane.agent.join()
     until(lambda: plane.get("/v1/nodes")["items"])
     # By what they say: a controller that lost the lead reads them once more.
@@ -220,7 +220,7 @@ def test_a_fact_of_more_ranks_than_a_node_may_have_costs_itself_alone(
     said = about | {"kind": "gang_diagnosed", "findings": findings}
     told = json.dumps(said, separators=(",", ":"))
     assert len(told) < keys.LONGEST_FACT
-    plane.redis.rpush(keys.ARRIVED_FACTS, told)
+    append_fact(plane.redis, plane.agent.node_id, told)
     AgentDouble(plane.redis, "loom-2").join()
     until(lambda: len(plane.get("/v1/nodes")["items"]) == 2)
     plane.agent.trains(plane.agent.awaits(LaunchGang, job_id), [2])

@@ -22,7 +22,7 @@ from services.controller.adapters.memory.server import MemoryServer
 from services.controller.domain.errors import StateConflictError
 from services.controller.domain.scheduling.node import Lease
 from services.controller.ports.jobs import Actor
-from services.controller.ports.machines import Entry
+from services.controller.ports.machines import FactEntry
 from services.controller.use_cases.facts import apply_facts
 from services.controller.use_cases.plans import Drawing, Wanted, get_plan, make_plan
 from tests.controller.conftest import ANYTHING, job_body
@@ -59,7 +59,9 @@ class Office:
     async def hears(self, *facts: ModelProbed | NodeMeasured | NodeJoined) -> None:
         for fact in facts:
             self.now += 1
-            await apply_facts(self.ports, [Entry(f"{self.now}-0", fact.model_dump_json())], 1)
+            await apply_facts(
+                self.ports, [FactEntry(f"{self.now}-0", fact.model_dump_json(), fact.node_id)], 1
+            )
 
     def asked(self, name: str = NODE) -> list[ProbeModel]:
         return [c for c in self.server.commands(name) if isinstance(c, ProbeModel)]

@@ -6,6 +6,7 @@ from services.contract.messages.commands import PurgeJob
 from services.contract.messages.facts import JobPurged
 from services.controller.domain.errors import StateConflictError
 from services.controller.domain.job.events import PurgeAsked
+from tests.controller.agent_double import AgentDouble
 from tests.controller.conftest import ControlPlane
 from tests.controller.histories import NODE, STEPS, finished, play, running, saved
 from tests.waiting import until
@@ -28,8 +29,10 @@ def purge(plane: ControlPlane, job_id: str) -> int:
     return plane.client.delete(f"/v1/jobs/{job_id}?purge_checkpoints=true").status_code
 
 
-def purged(job_id: str, error: str | None = None, fence: int = 1) -> JobPurged:
-    return JobPurged(job_id=job_id, fence=fence, node_id="loom-1", error=error)
+def purged(
+    job_id: str, error: str | None = None, fence: int = 1, node_id: str = "loom-1"
+) -> JobPurged:
+    return JobPurged(job_id=job_id, fence=fence, node_id=node_id, error=error)
 
 
 def test_a_job_is_forgotten_only_when_its_checkpoints_are_gone(plane: ControlPlane) -> None:
@@ -39,6 +42,13 @@ def test_a_job_is_forgotten_only_when_its_checkpoints_are_gone(plane: ControlPla
     job = plane.job(job_id)
     assert (job["state"], "removed by loom-1" in job["reason"]) == ("SUCCEEDED", True)
     assert purge(plane, job_id) == 202
+    # A node that was not told to has nothing to say of it.
+    other = AgentDouble(plane.redis, "loom-2")
+    for error in (None, "Read-only file system"):
+        other.tell(purged(job_id, error, command.fence, "loom-2"))
+    other.join()
+    until(lambda: plane.client.get("/v1/nodes/loom-2").status_code == 200, every_s=0.01)
+    assert plane.job(job_id)["reason"] == job["reason"]
     plane.agent.tell(purged(job_id, fence=command.fence))
     until(lambda: plane.client.get(f"/v1/jobs/{job_id}").status_code == 404, every_s=0.01)
     # Told again, for it was commanded twice: of a job that nobody knows.

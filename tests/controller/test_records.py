@@ -11,6 +11,7 @@ from services.contract.messages.facts import RecordsClosed
 from services.contract.messages.telemetry import LogLine, MetricRecord, StepRecord
 from services.contract.redis import redis_keys as keys
 from services.controller.use_cases import records
+from tests.controller.agent_double import AgentDouble
 from tests.controller.conftest import ControlPlane
 from tests.waiting import until
 
@@ -119,6 +120,19 @@ def test_what_is_done_with_an_ended_job_keeps_nothing_longer_in_redis(plane: Con
     closes(plane, ended(plane, gang))
     assert plane.client.post(f"/v1/checkpoints/{name}/pin").status_code == 202
     assert int(str(plane.redis.ttl(keys.job_steps(gang.job_id)))) <= keys.RECALLED_S
+
+
+def test_only_the_node_that_was_told_to_has_the_records_of_an_ended_job_go(
+    plane: ControlPlane,
+) -> None:
+    gang = trained(plane)
+    ended(plane, gang)
+    other = AgentDouble(plane.redis, "loom-2")
+    other.tell(RecordsClosed(job_id=gang.job_id, fence=gang.fence, node_id="loom-2"))
+    other.join()
+    until(lambda: plane.client.get("/v1/nodes/loom-2").status_code == 200)
+    for key in STREAMS:
+        assert int(str(plane.redis.ttl(key(gang.job_id)))) > keys.RECALLED_S
 
 
 @pytest.mark.parametrize("fence", [1, 2])

@@ -12,7 +12,7 @@ from services.contract.redis import redis_keys as keys
 from services.contract.words.ids import new_job_id
 from services.contract.words.states import NodeState
 from services.controller.api.guard import AccessPolicy
-from tests.controller.agent_double import AgentDouble
+from tests.controller.agent_double import AgentDouble, append_fact
 from tests.controller.conftest import job_body, open_plane
 from tests.controller.test_process import Controller, started, unready
 from tests.waiting import until
@@ -47,7 +47,7 @@ def write_unreadable(redis: Redis, job_id: str, node_id: str) -> str:
     redis.hset(keys.node_lease("retyped"), "a", "b")
     node = str(redis.hget(keys.NODES, node_id)).replace(node_id, "retyped")
     redis.hset(keys.NODES, "retyped", node.replace(NodeState.READY, NodeState.LOST))
-    redis.rpush(keys.ARRIVED_FACTS, NO_TEXT)
+    append_fact(redis, node_id, NO_TEXT)
     redis.hset(keys.job_ranks(job_id), "8", NO_TEXT)
     for stream in (keys.job_steps(job_id), keys.job_logs(job_id)):
         redis.xadd(stream, {keys.MESSAGE_FIELD: NO_TEXT})
@@ -119,6 +119,7 @@ UNAVAILABLE = {
     keys.PLANS: {"/v1/plans"},
     keys.FACTS: set(),
     keys.ARRIVED_FACTS: set(),
+    keys.FACT_SENDERS: set(),
     keys.TOKENS: {"/v1/tokens"},
     keys.AUDIT: {"/v1/audit"},
 }
@@ -156,9 +157,11 @@ def of_another_type(raw: Redis, key: str) -> Iterator[None]:
     try:
         yield
     finally:
-        raw.delete(key)
-        if before is not None:
-            raw.restore(key, 0, before)
+        if before is None:
+            raw.delete(key)
+        else:
+            # In one command: a controller makes a stream again that is not there.
+            raw.restore(key, 0, before, replace=True)
 
 
 def named(controller: Controller) -> set[str]:
@@ -305,9 +308,8 @@ def test_a_number_that_no_record_can_hold_leaves_the_job_readable(
         plane.in_state(job_id, "RUNNING")
         about = f'"job_id":"{job_id}","fence":1,"node_id":"{plane.agent.node_id}"'
         found = f'{{"why":"asked","still_s":{number},"allowed_s":1,"ranks":[]}}'
-        plane.redis.rpush(
-            keys.ARRIVED_FACTS, f'{{"kind":"gang_diagnosed",{about},"findings":{found}}}'
-        )
+        told = f'{{"kind":"gang_diagnosed",{about},"findings":{found}}}'
+        append_fact(plane.redis, plane.agent.node_id, told)
         checkpoint = plane.agent.saves(gang, 1)  # which takes a job that can be read
         until(lambda: plane.get(f"/v1/jobs/{job_id}")["latest_checkpoint"] == checkpoint)
         assert plane.get("/v1/unreadable")["items"] == []
@@ -333,7 +335,7 @@ def test_an_inbox_that_its_agent_retyped_costs_nobody_else_a_command(redis_url: 
         job_id = plane.submit()
         # The command to the second node is a part of the commit that this is told with.
         gang = plane.agent.launches(job_id)
-        until(lambda: plane.redis.llen(keys.ARRIVED_FACTS) == 0 == plane.redis.xlen(keys.FACTS))
+        until(lambda: plane.redis.llen(keys.FACT_SENDERS) == 0 == plane.redis.xlen(keys.FACTS))
         plane.act(job_id, "kill")
         plane.agent.ends(gang, 0, exit_code=None, signal=9)
         events = plane.get(f"/v1/jobs/{job_id}/events")["items"]

@@ -37,7 +37,7 @@ from services.controller.domain.scheduling.placement import NodeUsage
 from services.controller.domain.scheduling.queue import Schedule, schedule
 from services.controller.ports.coordination import Ports
 from services.controller.ports.jobs import Actor, Change, Stored
-from services.controller.ports.machines import Entry
+from services.controller.ports.machines import FactEntry
 from services.controller.use_cases.change import apply_events
 from services.controller.use_cases.facts import apply_facts
 from services.controller.use_cases.jobs import get_job
@@ -138,7 +138,10 @@ async def test_a_node_that_joins_is_read_without_the_others(pair: Pair) -> None:
         NodeJoined(node_id=name, incarnation="life-2", number=1, inventory=node().inventory)
         for name in ("n1", "new")
     ]
-    entries = [Entry(f"1-{number}", join.model_dump_json()) for number, join in enumerate(joins, 1)]
+    entries = [
+        FactEntry(f"1-{number}", join.model_dump_json(), join.node_id)
+        for number, join in enumerate(joins, 1)
+    ]
     before = pair.calls("hgetall")
     await apply_facts(pair.there, entries, epoch)
     assert pair.calls("hgetall") == before

@@ -38,6 +38,7 @@ from services.contract.storage.exports import EXPORT_MANIFEST, ExportedFile, Exp
 from services.contract.storage.manifests import Manifest, ShardFile
 from services.contract.words import ids
 from services.contract.words.states import RankPhase
+from tests.controller.agent_double import append_fact
 from tests.controller.profiles import FACTS, answer_to
 from tests.waiting import until
 
@@ -314,7 +315,7 @@ class ScriptedAgent:
         ]
 
     def _tell(self, fact: BaseModel) -> None:
-        self.redis.rpush(redis_keys.ARRIVED_FACTS, fact.model_dump_json())
+        append_fact(self.redis, self.node_id, fact.model_dump_json())
 
     def _append(self, stream: str, message: BaseModel) -> None:
         self.redis.xadd(stream, {redis_keys.MESSAGE_FIELD: message.model_dump_json()})

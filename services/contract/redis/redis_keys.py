@@ -39,9 +39,12 @@
 | ``ml:probe:<id>`` | string: ModelProbed JSON | TTL 24 h, of a failure 60 s |
 | ``ml:probe:<id>:paces`` | list: Pace JSON of jobs that ran the model | TTL 7 days from the last one, trimmed |
 | ``ml:probe:<id>:asked`` | string: that a node was asked | TTL, until it is answered or overdue |
-| ``ml:facts:arrived`` | list: Fact JSON, as agents add them | until they are taken into the stream |
-| ``ml:facts:taken`` | list: the one for which a controller waited | until it is in the stream |
-| ``ml:facts`` | stream: ``m`` = Fact JSON | permanent, trimmed as acknowledged |
+| ``ml:probe:<id>:node`` | string: the node that was asked last | TTL 24 h |
+| ``ml:node:<id>:facts`` | list: Fact JSON, as the node's agent adds them | until they are taken into the stream |
+| ``ml:facts:senders`` | list: node ids, one for each fact of these lists, in the order in which the facts came | the same |
+| ``ml:facts:senders:taken`` | list: the one for which a controller waited | until its fact is in the stream |
+| ``ml:facts:arrived``, ``ml:facts:taken`` | list: the same of agents of the last release, which have one list for all nodes | until they are taken into the stream |
+| ``ml:facts`` | stream: ``m`` = Fact JSON, ``n`` = the node whose agent added it | permanent, trimmed as acknowledged |
 | ``ml:idempotency:<subject>:<key>`` | string | TTL 24 h, the newest 2 000 of a subject |
 | ``ml:idempotency:<subject>`` | zset: those keys by creation in ms | TTL 24 h |
 | ``ml:plans:owner:<owner>`` | zset: id of a plan by creation in ms; the newest 1 000, and those being made | TTL 7 days |
@@ -81,8 +84,10 @@ RESERVATIONS: Final = "ml:reservations"
 ENDED_RESERVATIONS: Final = "ml:reservations:ended"
 PLANS: Final = "ml:plans"
 FACTS: Final = "ml:facts"
-# Agents add to a list, for a user of Redis may be allowed RPUSH and nothing else: XADD also trims, and
+# Agents add to lists, for a user of Redis may be allowed RPUSH and nothing else: XADD also trims, and
 # takes ids behind which nothing can be added.
+FACT_SENDERS: Final = "ml:facts:senders"
+TAKEN_FACT_SENDERS: Final = "ml:facts:senders:taken"
 ARRIVED_FACTS: Final = "ml:facts:arrived"
 TAKEN_FACTS: Final = "ml:facts:taken"
 FACTS_GROUP: Final = "controllers"
@@ -101,6 +106,7 @@ WAKE: Final = "ml:wake"
 CODES: Final = "ml:codes"
 CODES_BYTES: Final = "ml:codes:bytes"
 MESSAGE_FIELD: Final = "m"
+SENDER_FIELD: Final = "n"
 JOB_FIELD: Final = "j"
 # With the look that the reconciler takes each second, a silent node is fenced within six seconds.
 NODE_LEASE_MS: Final = 5_000
@@ -281,6 +287,11 @@ def node_inbox(node_id: str) -> str:
     return f"ml:node:{node_id}:inbox"
 
 
+def node_facts(node_id: str) -> str:
+    """What the node's agent tells, until a controller takes it."""
+    return f"ml:node:{node_id}:facts"
+
+
 def measuring(node_id: str, device_type: str) -> str:
     """That the node was asked to measure its devices."""
     return f"ml:node:{node_id}:measuring:{device_type}"
@@ -304,6 +315,11 @@ def probe_paces(probe_id: str) -> str:
 def probe_asked(probe_id: str) -> str:
     """That a node was asked this and has not answered yet."""
     return f"ml:probe:{probe_id}:asked"
+
+
+def probe_node(probe_id: str) -> str:
+    """The node that was asked this last: nobody else may answer."""
+    return f"ml:probe:{probe_id}:node"
 
 
 def code(hex_digest: str) -> str:

@@ -15,7 +15,7 @@ from services.controller.domain.errors import (
 from services.controller.loops.observer import Observer
 from services.controller.loops.store_retry import StoreRetry, Troubles
 from services.controller.ports.coordination import Ports
-from services.controller.ports.machines import Entry
+from services.controller.ports.machines import FactEntry
 from services.controller.use_cases.facts import apply_facts
 
 _log = structlog.get_logger()
@@ -77,7 +77,7 @@ class FactLoop:
         if entries:
             await self._apply(entries)
 
-    async def _apply(self, entries: Sequence[Entry]) -> None:
+    async def _apply(self, entries: Sequence[FactEntry]) -> None:
         """Where facts fail together each is handled alone: one that trips us up holds up no other."""
         try:
             await apply_facts(self._ports, entries, self._epoch)
@@ -98,7 +98,7 @@ class FactLoop:
             self._failures.pop(entry.id, None)
             self._observer.fact_handled(max(now_ms - entry.time_ms, 0) / 1000)
 
-    def _gives_up(self, entry: Entry, error: Exception) -> bool:
+    def _gives_up(self, entry: FactEntry, error: Exception) -> bool:
         """Whether a fact failed for the last time: a record that is too long stays so at each try."""
         tries = self._failures.get(entry.id, 0) + 1
         self._failures[entry.id] = tries

@@ -91,6 +91,13 @@ class Entry:
         return int(time_ms), int(number or 0)
 
 
+@dataclass(frozen=True)
+class FactEntry(Entry):
+    """A fact. ``sender``: the node whose agent told it; None where the store cannot say."""
+
+    sender: str | None
+
+
 class FactQueue(Protocol):
     """The facts of all agents, delivered until they are acknowledged."""
 
@@ -98,11 +105,11 @@ class FactQueue(Protocol):
         """Make the queue if it is not there."""
         ...
 
-    async def unacknowledged(self, limit: int) -> list[Entry]:
+    async def unacknowledged(self, limit: int) -> list[FactEntry]:
         """Facts that were delivered before, to the present leader or an earlier one."""
         ...
 
-    async def next(self, limit: int, timeout_s: float) -> list[Entry]:
+    async def next(self, limit: int, timeout_s: float) -> list[FactEntry]:
         """Facts that were not delivered yet; waits for one up to ``timeout_s`` seconds."""
         ...
 

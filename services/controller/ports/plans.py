@@ -53,8 +53,10 @@ class PlanStore(Protocol):
         """
         ...
 
-    async def keep_answer(self, answer: ModelProbed, epoch: int) -> None:
-        """Keep what a node answered; a failure for a minute only.
+    async def keep_answer(self, answer: ModelProbed, epoch: int) -> bool:
+        """Keep what the node that was asked last answered; a failure for a minute only.
+
+        False: another node was asked, or none within a day.
 
         Raises:
             DeposedError: ``epoch`` is not the present one.

@@ -40,7 +40,7 @@ from services.controller.domain.scheduling import node as nodes
 from services.controller.domain.scheduling.node import Node
 from services.controller.ports.coordination import Ports
 from services.controller.ports.jobs import Actor
-from services.controller.ports.machines import Entry
+from services.controller.ports.machines import FactEntry
 from services.controller.use_cases.change import apply_events
 from services.controller.use_cases.clone import delete_with_holds, let_go_of_origin
 from services.controller.use_cases.last_seen import last_seen
@@ -57,11 +57,11 @@ class ReceivedFact:
     """A fact, where it stood in the queue, and when it was told."""
 
     fact: Fact
-    entry: Entry
+    entry: FactEntry
     time_ms: int
 
 
-async def apply_facts(ports: Ports, entries: Sequence[Entry], epoch: int) -> None:
+async def apply_facts(ports: Ports, entries: Sequence[FactEntry], epoch: int) -> None:
     """Act on facts in their order; those of one job are committed together.
 
     So a job with many facts costs the others one commit a batch. Facts are delivered at least once:
@@ -98,7 +98,7 @@ def _by_addressee(told: Iterable[ReceivedFact]) -> Iterator[list[ReceivedFact]]:
         yield from jobs.values()
 
 
-def _parse(entry: Entry, now_ms: int) -> ReceivedFact | None:
+def _parse(entry: FactEntry, now_ms: int) -> ReceivedFact | None:
     # Whatever is checked of a part, all that stands in it is made first: millions of lists take seconds.
     parts = entry.body.count("[") + entry.body.count("{")
     if parts > _MOST_PARTS:
@@ -106,11 +106,16 @@ def _parse(entry: Entry, now_ms: int) -> ReceivedFact | None:
         _log.error("unreadable_fact", fact_id=entry.id, body=entry.body[:500], error=error)
         return None
     try:
-        return ReceivedFact(FACT.validate_json(entry.body), entry, min(entry.time_ms, now_ms))
+        fact = FACT.validate_json(entry.body)
     except ValidationError as error:
         # It will not become readable by waiting: said once, and passed over.
         _log.error("unreadable_fact", fact_id=entry.id, body=entry.body[:500], error=_said(error))
         return None
+    if entry.sender not in {fact.node_id, None}:
+        names = {"sender": entry.sender, "node_id": fact.node_id}
+        _log.error("fact_of_another_node", fact_id=entry.id, kind=fact.kind, **names)
+        return None
+    return ReceivedFact(fact, entry, min(entry.time_ms, now_ms))
 
 
 def _said(error: ValidationError) -> str:
@@ -134,7 +139,9 @@ async def _keep_answer(ports: Ports, told: ReceivedFact, epoch: int) -> None:
     """Keep what a node found out; whoever plans looks at it. ReceivedFact again it is the same."""
     fact = told.fact
     if isinstance(fact, ModelProbed):
-        await ports.plans.keep_answer(fact, epoch)
+        if not await ports.plans.keep_answer(fact, epoch):
+            _log.warning("answer_of_unasked_node", probe_id=fact.probe_id, node_id=fact.node_id)
+            return
         why = None if fact.failure is None else fact.failure.code
         _log.info("model_probed", probe_id=fact.probe_id, took_s=fact.took_s, failure=why)
     elif isinstance(fact, NodeMeasured):
@@ -146,8 +153,21 @@ async def _keep_answer(ports: Ports, told: ReceivedFact, epoch: int) -> None:
         await ports.nodes.keep_measured(fact.node_id, fact.device_type, found, epoch)
         _log.info("node_measured", node_id=fact.node_id, device_type=fact.device_type)
     elif isinstance(fact, RecordsClosed):
-        await ports.telemetry.closed(fact.job_id, fact.fence, fact.events_to)
-        _log.info("records_closed", job_id=fact.job_id, node_id=fact.node_id)
+        await _let_records_go(ports, fact)
+
+
+async def _let_records_go(ports: Ports, fact: RecordsClosed) -> None:
+    """What Redis has of a job's records may go: the node that was told to says that storage has it."""
+    try:
+        job = (await ports.jobs.load(fact.job_id)).job
+    except (NotFoundError, RecordUnreadableError):
+        _log.info("fact_of_unknown_job", job_id=fact.job_id)
+        return
+    if fact.node_id != job.head_node:
+        _log.warning("records_closed_elsewhere", job_id=job.id, node_id=fact.node_id)
+        return
+    await ports.telemetry.closed(fact.job_id, fact.fence, fact.events_to)
+    _log.info("records_closed", job_id=fact.job_id, node_id=fact.node_id)
 
 
 async def _apply_gang_facts(ports: Ports, group: Sequence[ReceivedFact], epoch: int) -> None:

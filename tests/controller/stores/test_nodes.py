@@ -1,10 +1,14 @@
 """Nodes, their leases and their facts, in Redis and in memory."""
 
 import pytest
+from redis import Redis
 
+from services.contract.redis import redis_keys as keys
 from services.contract.words.states import NodeState
+from services.controller.adapters.redis import redis_ports
 from services.controller.domain.errors import DeposedError, NotFoundError, StaleWriteError
 from services.controller.domain.scheduling.node import Drain, Measurement
+from tests.controller.agent_double import append_fact
 from tests.controller.histories import node
 from tests.controller.profiles import FACTS
 from tests.controller.stores.worlds import World
@@ -18,13 +22,48 @@ async def test_facts_come_until_they_are_acknowledged(world: World) -> None:
     await facts.prepare()
     assert await facts.next(10, 0.01) == []
     for number in range(3):
-        world.outside.fact(str(number))
+        world.outside.fact(str(number), "loom-1")
     first = await facts.next(2, 1)
     assert [entry.body for entry in first] == ["0", "1"]
     assert [entry.body for entry in await facts.next(2, 1)] == ["2"]
     assert [entry.body for entry in await facts.unacknowledged(10)] == ["0", "1", "2"]
     await facts.acknowledge([entry.id for entry in first])
     assert [entry.body for entry in await facts.unacknowledged(10)] == ["2"]
+
+
+async def test_a_fact_comes_with_the_node_that_told_it_in_the_order_of_all(world: World) -> None:
+    facts = world.ports.facts
+    await facts.prepare()
+    for body, sender in (("0", "a"), ("1", "b"), ("2", "a")):
+        world.outside.fact(body, sender)
+    world.outside.fact_of_the_last_release("3")
+    told = [(entry.body, entry.sender) for entry in await facts.next(10, 1)]
+    of_now = [("0", "a"), ("1", "b"), ("2", "a")]
+    assert [one for one in told if one[1]] == of_now
+    assert sorted(told, key=lambda one: one[0]) == [*of_now, ("3", None)]
+    assert await facts.next(10, 0.01) == []
+
+
+@pytest.mark.parametrize("named", ["b", "nobody", "", "a:facts", "x" * 100_000, "\0", "é", "*"])
+async def test_whatever_one_agent_puts_into_the_order_all_facts_of_others_come(
+    redis_url: str, named: str
+) -> None:
+    with Redis.from_url(redis_url, decode_responses=True) as redis:
+        redis.flushall()
+        redis.set(keys.node_facts("nobody"), "no list")
+        redis.rpush(keys.FACT_SENDERS, *[named] * 7)
+        for number in range(5):
+            append_fact(redis, "ab"[number % 2], str(number))
+            redis.rpush(keys.FACT_SENDERS, named)
+        async with redis_ports(redis_url) as ports:
+            await ports.facts.prepare()
+            told: list[tuple[str | None, str]] = []
+            while len(told) < 5:
+                told += [(e.sender, e.body) for e in await ports.facts.next(2, 1)]
+            assert [body for sender, body in told if sender == "a"] == ["0", "2", "4"]
+            assert [body for sender, body in told if sender == "b"] == ["1", "3"]
+            while redis.llen(keys.FACT_SENDERS):
+                assert await ports.facts.next(2, 0.01) == []
 
 
 async def test_nodes_and_leases_are_kept_apart(world: World) -> None:

@@ -105,8 +105,11 @@ async def test_an_answer_is_kept_for_all_who_ask_the_same_until_one_asks_again(
     await plans.wait(QUESTION.probe_id, 0.01)
     with pytest.raises(DeposedError):
         await plans.keep_answer(answer_to(QUESTION), epoch - 1)
+    assert not await plans.keep_answer(answer_to(QUESTION, "another"), epoch)
+    assert await plans.answer(QUESTION.probe_id) is None
     for _ in range(2):
-        await plans.keep_answer(answer_to(QUESTION), epoch)
+        assert await plans.keep_answer(answer_to(QUESTION), epoch)
+    assert not await plans.keep_answer(answer_to(QUESTION, "another"), epoch)
     async with asyncio.timeout(20):
         await plans.wait(QUESTION.probe_id, 60)
     assert await plans.answer(QUESTION.probe_id) == answer_to(QUESTION)

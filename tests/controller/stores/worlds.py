@@ -27,6 +27,7 @@ from services.controller.domain.scheduling.node import Lease
 from services.controller.ports.coordination import Ports
 from services.controller.ports.jobs import Actor, Claim, Quota, Stored
 from services.controller.ports.machines import Log
+from tests.controller.agent_double import append_fact
 from tests.controller.histories import NODE, spec
 
 ACTOR = Actor("test", "req-1")
@@ -35,7 +36,8 @@ ACTOR = Actor("test", "req-1")
 class Outside(Protocol):
     """What other processes write and read, past the ports."""
 
-    def fact(self, body: str) -> None: ...
+    def fact(self, body: str, sender: str) -> None: ...
+    def fact_of_the_last_release(self, body: str) -> None: ...
     def lease(self, node_id: str, incarnation: str) -> None: ...
     def step(self, job_id: str, record: StepRecord) -> None: ...
     def metric(self, job_id: str, record: MetricRecord) -> None: ...
@@ -48,7 +50,10 @@ class Outside(Protocol):
 class OutsideRedis:
     redis: Redis
 
-    def fact(self, body: str) -> None:
+    def fact(self, body: str, sender: str) -> None:
+        append_fact(self.redis, sender, body)
+
+    def fact_of_the_last_release(self, body: str) -> None:
         self.redis.rpush(keys.ARRIVED_FACTS, body)
 
     def lease(self, node_id: str, incarnation: str) -> None:
@@ -75,8 +80,11 @@ class OutsideRedis:
 class OutsideMemory:
     server: MemoryServer
 
-    def fact(self, body: str) -> None:
-        self.server.facts.append(self.server.entry(body))
+    def fact(self, body: str, sender: str) -> None:
+        self.server.tell(body, sender)
+
+    def fact_of_the_last_release(self, body: str) -> None:
+        self.server.tell(body)
 
     def lease(self, node_id: str, incarnation: str) -> None:
         self.server.leases[node_id] = Lease(incarnation, 5000)

@@ -17,7 +17,7 @@ from services.controller.domain.errors import CursorExpiredError, StaleWriteErro
 from services.controller.domain.job.effects import Send
 from services.controller.domain.scheduling.node import Drain, Lease, Measurement, Node
 from services.controller.domain.scheduling.reservations import Reservation
-from services.controller.ports.machines import Entry, Log
+from services.controller.ports.machines import Entry, FactEntry, Log
 from services.controller.ports.pools import ENDED_KEPT
 
 
@@ -137,11 +137,11 @@ class MemoryFacts:
     async def prepare(self) -> None:
         """See ``FactQueue.prepare``."""
 
-    async def unacknowledged(self, limit: int) -> list[Entry]:
+    async def unacknowledged(self, limit: int) -> list[FactEntry]:
         """See ``FactQueue.unacknowledged``."""
         return list(self._server.delivered.values())[:limit]
 
-    async def next(self, limit: int, timeout_s: float) -> list[Entry]:
+    async def next(self, limit: int, timeout_s: float) -> list[FactEntry]:
         """See ``FactQueue.next``."""
         await self._server.wait(timeout_s, lambda: bool(self._server.facts))
         taken, self._server.facts = self._server.facts[:limit], self._server.facts[limit:]

@@ -39,6 +39,7 @@ class MemoryPlans:
         patience_ms = plan.answer_by_ms - plan.created_ms
         if not self._mark(keys.probe_asked(plan.probe_id), patience_ms):
             return "pending"
+        self._server.probing_nodes[plan.probe_id] = question.node_id
         self._server.deliver((question,))
         return "asked"
 
@@ -81,14 +82,17 @@ class MemoryPlans:
         self._server.plans[plan.id] = (expires_ms, plan)
         return plan
 
-    async def keep_answer(self, answer: ModelProbed, epoch: int) -> None:
+    async def keep_answer(self, answer: ModelProbed, epoch: int) -> bool:
         """See ``PlanStore.keep_answer``."""
         self._server.refuse_deposed(epoch)
+        if self._server.probing_nodes.get(answer.probe_id) != answer.node_id:
+            return False
         lives_s = keys.FAILED_PROBE_TTL_S if answer.failure else keys.PROBE_TTL_S
         expires_ms = self._server.now_ms() + lives_s * 1000
         self._server.answers[answer.probe_id] = (expires_ms, answer)
         self._server.asked.pop(keys.probe_asked(answer.probe_id), None)
         await self._server.wake()
+        return True
 
     async def is_answered(self, probe_id: str) -> bool:
         """See ``PlanStore.is_answered``."""

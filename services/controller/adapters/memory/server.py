@@ -19,7 +19,7 @@ from services.controller.domain.scheduling.node import Drain, Lease, Measurement
 from services.controller.domain.scheduling.reservations import Reservation
 from services.controller.ports.event_feed import FeedEntry
 from services.controller.ports.jobs import Claim, Stored
-from services.controller.ports.machines import Entry, Log
+from services.controller.ports.machines import Entry, FactEntry, Log
 
 
 @dataclass
@@ -45,8 +45,8 @@ class MemoryServer:
     ended_reservations: list[Reservation] = field(default_factory=list)
     inboxes: dict[str, list[str]] = field(default_factory=lambda: defaultdict(list))
     feed: list[FeedEntry] = field(default_factory=list)
-    facts: list[Entry] = field(default_factory=list)
-    delivered: dict[str, Entry] = field(default_factory=dict)
+    facts: list[FactEntry] = field(default_factory=list)
+    delivered: dict[str, FactEntry] = field(default_factory=dict)
     tokens: dict[str, Token] = field(default_factory=dict)
     webhooks: dict[str, Webhook] = field(default_factory=dict)
     deliveries: dict[str, Deliveries] = field(default_factory=dict)
@@ -56,6 +56,7 @@ class MemoryServer:
     answers: dict[str, tuple[int, ModelProbed]] = field(default_factory=dict)
     paces: dict[str, list[Pace]] = field(default_factory=dict)
     asked: dict[str, int] = field(default_factory=dict)
+    probing_nodes: dict[str, str] = field(default_factory=dict)
     code: dict[str, tuple[UploadedCode, bytes]] = field(default_factory=dict)
     code_used_ms: dict[str, int] = field(default_factory=dict)
     leader: str | None = None
@@ -69,6 +70,11 @@ class MemoryServer:
         time_ms, number = self._last_id
         self._last_id = (now, 0) if now > time_ms else (time_ms, number + 1)
         return Entry(f"{self._last_id[0]}-{self._last_id[1]}", body)
+
+    def tell(self, body: str, sender: str | None = None) -> None:
+        """A fact arrives, from the agent of ``sender``."""
+        entry = self.entry(body)
+        self.facts.append(FactEntry(entry.id, entry.body, sender))
 
     def refuse_deposed(self, epoch: int | None) -> None:
         """Raise DeposedError unless ``epoch`` is the present one (or None)."""

@@ -115,18 +115,33 @@ return 'ok'
 
 
 TAKE_FACTS: Final = """
--- KEYS: facts, then the lists from which they are taken, the older ones first
--- ARGV: how many, field, the longest fact (of a longer one is kept that it was), about how long together
-local left, longest, room = tonumber(ARGV[1]), tonumber(ARGV[3]), tonumber(ARGV[4])
-for i = 2, #KEYS do
+-- KEYS: facts, two lists of facts, two of their senders; of each two the older one first
+-- ARGV: how many, the fields of a fact and of its sender, the longest fact (of a longer one is kept that it was),
+-- about how long together, before and behind a node's id in the name of its list
+local left, longest, room = tonumber(ARGV[1]), tonumber(ARGV[4]), tonumber(ARGV[5])
+local function take(list, fact, ...)
+  if type(fact) ~= 'string' then return false end
+  if #fact > longest then fact = '{"kind":"too_long","bytes":' .. #fact .. '}' end
+  -- Taken once it is kept: a stream to which nothing can be added must cost no fact.
+  redis.call('XADD', KEYS[1], '*', ARGV[2], fact, ...)
+  redis.call('LPOP', list)
+  room = room - #fact
+  return true
+end
+for i = 2, 3 do
+  while left > 0 and room > 0 and take(KEYS[i], redis.call('LINDEX', KEYS[i], 0)) do left = left - 1 end
+end
+for i = 4, 5 do
   while left > 0 and room > 0 do
-    -- Taken once it is kept: a stream to which nothing can be added must cost no fact.
-    local fact = redis.call('LINDEX', KEYS[i], 0)
-    if not fact then break end
-    if #fact > longest then fact = '{"kind":"too_long","bytes":' .. #fact .. '}' end
-    redis.call('XADD', KEYS[1], '*', ARGV[2], fact)
+    local sender = redis.call('LINDEX', KEYS[i], 0)
+    if not sender then break end
+    -- Any agent may name any node here: whose list has nothing, or is no list, is passed over.
+    if #sender <= 64 then
+      local list = ARGV[6] .. sender .. ARGV[7]
+      take(list, redis.pcall('LINDEX', list, 0), ARGV[3], sender)
+    end
     redis.call('LPOP', KEYS[i])
-    left, room = left - 1, room - #fact
+    left = left - 1
   end
 end
 """

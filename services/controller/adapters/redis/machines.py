@@ -21,7 +21,7 @@ from services.controller.domain.errors import (
     no_node,
 )
 from services.controller.domain.scheduling.node import Drain, Lease, Measurement, Node
-from services.controller.ports.machines import Entry
+from services.controller.ports.machines import Entry, FactEntry
 
 # The consumer is the lead, not its holder: whoever takes it finds what the last holder
 # left unacknowledged as its own, and no consumer is left behind.
@@ -32,6 +32,10 @@ _STEPS_A_READ: Final = 2_000
 # As PTTL says it, and the script of leases.
 _ABSENT: Final = -2
 _MISTYPED: Final = -3
+_FACT_LISTS: Final = (
+    *(keys.TAKEN_FACTS, keys.ARRIVED_FACTS),
+    *(keys.TAKEN_FACT_SENDERS, keys.FACT_SENDERS),
+)
 _Record = TypeVar("_Record", StepRecord, MetricRecord)
 
 
@@ -195,7 +199,9 @@ class RedisNodes:
 class RedisFacts:
     """The port ``FactQueue``: a consumer group of one consumer.
 
-    Facts arrive in a list, from which they are taken into the stream in their order.
+    Each node's facts arrive in a list of its own, and its id in a list for all: in that order they are taken
+    into the stream, each with the node that it came from. Facts of agents of the last release come
+    from one list, and nobody knows whose they are.
     """
 
     def __init__(self, clients: RedisClients) -> None:
@@ -213,30 +219,37 @@ class RedisFacts:
                 if not str(error).startswith("BUSYGROUP"):
                     raise
 
-    async def unacknowledged(self, limit: int) -> list[Entry]:
+    async def unacknowledged(self, limit: int) -> list[FactEntry]:
         """See ``FactQueue.unacknowledged``."""
         return await self._read("0", limit)
 
-    async def next(self, limit: int, timeout_s: float) -> list[Entry]:
+    async def next(self, limit: int, timeout_s: float) -> list[FactEntry]:
         """See ``FactQueue.next``."""
         entries = await self._taken(limit)
         if entries:
             return entries
-        with self._clients.answering(keys.ARRIVED_FACTS, keys.TAKEN_FACTS):
+        with self._clients.answering(keys.FACT_SENDERS, keys.TAKEN_FACT_SENDERS):
             # The one that is waited for goes into a list of its own, so that a controller which
             # ends here loses none, and what arrives behind it stays behind it.
             came = await self._clients.facts.blmove(
-                keys.ARRIVED_FACTS,
-                keys.TAKEN_FACTS,
+                keys.FACT_SENDERS,
+                keys.TAKEN_FACT_SENDERS,
                 min(timeout_s, MAX_BLOCK_S),  # type: ignore[arg-type] # Redis takes parts of a second
             )
         return await self._taken(limit) if came is not None else []
 
-    async def _taken(self, limit: int) -> list[Entry]:
-        with self._clients.answering(keys.FACTS, keys.TAKEN_FACTS, keys.ARRIVED_FACTS):
+    async def _taken(self, limit: int) -> list[FactEntry]:
+        with self._clients.answering(keys.FACTS, *_FACT_LISTS):
             await self._take(
-                keys=[keys.FACTS, keys.TAKEN_FACTS, keys.ARRIVED_FACTS],
-                args=[limit, keys.MESSAGE_FIELD, keys.LONGEST_FACT, keys.LONGEST_FACT],
+                keys=[keys.FACTS, *_FACT_LISTS],
+                args=[
+                    limit,
+                    keys.MESSAGE_FIELD,
+                    keys.SENDER_FIELD,
+                    keys.LONGEST_FACT,
+                    keys.LONGEST_FACT,
+                    *keys.node_facts("|").split("|"),
+                ],
             )
         return await self._read(">", limit)
 
@@ -248,7 +261,7 @@ class RedisFacts:
                 pipe.xdel(keys.FACTS, *ids)
                 await pipe.execute()
 
-    async def _read(self, start: str, limit: int) -> list[Entry]:
+    async def _read(self, start: str, limit: int) -> list[FactEntry]:
         with self._clients.answering(keys.FACTS):
             try:
                 answer: Any = await self._clients.facts.xreadgroup(
@@ -263,7 +276,12 @@ class RedisFacts:
                 # Redis lost its data, or an empty one took its place.
                 await self.prepare()
                 return []
-        return entries_of(_rows_of_first_stream(answer))
+        return [
+            FactEntry(name, fields.get(keys.MESSAGE_FIELD, ""), fields.get(keys.SENDER_FIELD))
+            if fields
+            else FactEntry(name, "", None)
+            for name, fields in _rows_of_first_stream(answer)
+        ]
 
 
 def _rows_of_first_stream(answer: Any) -> Any:  # noqa: ANN401 a list or a dict, by protocol version

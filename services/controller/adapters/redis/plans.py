@@ -37,11 +37,11 @@ _KEEP_PLAN: Final = (
     + TO_INBOX
     + """
 -- KEYS: plan, answer, that it was asked, inbox, that measuring was asked, inbox for that, all plans, the
--- owner's plans
+-- owner's plans, which node was asked
 local doc, state, ttl, fresh, field = take(), take(), take(), take(), take()
 local patience, question, measuring, measure = take(), take(), take(), take()
 local id, created, forgotten = take(), take(), take()
-local probing, prefix, most = take(), take(), take()
+local probing, prefix, most, node, remembered = take(), take(), take(), take(), take()
 redis.call('HSET', KEYS[1], 'doc', doc, 'state', state)
 redis.call('EXPIRE', KEYS[1], ttl)
 redis.call('ZADD', KEYS[7], created, id)
@@ -67,6 +67,7 @@ end
 if fresh == '1' then redis.call('DEL', KEYS[2], KEYS[3]) end
 if redis.call('EXISTS', KEYS[2]) == 1 then return 'cached' end
 if not redis.call('SET', KEYS[3], '1', 'NX', 'PX', patience) then return 'pending' end
+redis.call('SET', KEYS[9], node, 'EX', remembered)
 to_inbox(KEYS[4], field, question)
 return 'asked'
 """
@@ -86,8 +87,11 @@ return {'ok', ''}
 _KEEP_ANSWER: Final = (
     REFUSE_DEPOSED
     + """
--- KEYS: epoch, answer, that it was asked; ARGV: epoch, record, its life in s
+-- KEYS: epoch, answer, that it was asked, which node was asked; ARGV: epoch, record, its life in s, node
 if deposed(KEYS[1], ARGV[1]) then return 'deposed' end
+-- A controller of the last release does not say whom it asked.
+local asked = redis.call('GET', KEYS[4]) or (redis.call('EXISTS', KEYS[3]) == 1 and ARGV[4])
+if asked ~= ARGV[4] then return 'unasked' end
 redis.call('SET', KEYS[2], ARGV[2], 'EX', ARGV[3])
 redis.call('DEL', KEYS[3])
 return 'ok'
@@ -122,6 +126,7 @@ class RedisPlans:
                     keys.node_inbox(node_id),
                     keys.PLANS,
                     keys.plans_of(plan.owner),
+                    keys.probe_node(plan.probe_id),
                 ],
                 args=[
                     plan.model_dump_json(),
@@ -139,6 +144,8 @@ class RedisPlans:
                     PlanState.PROBING.value,
                     keys.plan(""),
                     keys.PLANS_KEPT,
+                    question.node_id,
+                    keys.PROBE_TTL_S,
                 ],
             )
         return status
@@ -218,17 +225,21 @@ class RedisPlans:
             raise no_plan(plan.id)
         return plan if status == "ok" else self._plan(plan.id, known)
 
-    async def keep_answer(self, answer: ModelProbed, epoch: int) -> None:
+    async def keep_answer(self, answer: ModelProbed, epoch: int) -> bool:
         """See ``PlanStore.keep_answer``."""
         name = answer.probe_id
         lives_s = keys.FAILED_PROBE_TTL_S if answer.failure else keys.PROBE_TTL_S
         with answering():
             status = await self._keep_answer(
-                keys=[keys.EPOCH, keys.probe(name), keys.probe_asked(name)],
-                args=[epoch, answer.model_dump_json(), lives_s],
+                keys=[
+                    keys.EPOCH,
+                    *(name_of(name) for name_of in (keys.probe, keys.probe_asked, keys.probe_node)),
+                ],
+                args=[epoch, answer.model_dump_json(), lives_s, answer.node_id],
             )
         if status == "deposed":
             raise DeposedError("another controller leads now")
+        return bool(status == "ok")
 
     async def answer(self, probe_id: str) -> ModelProbed | None:
         """See ``PlanStore.answer``."""

@@ -39,16 +39,16 @@ def on_purge(event: PurgeAsked, draft: Draft) -> None:
 
 def on_purged(fact: JobPurged, draft: Draft) -> None:
     """Say so if it failed; if not, nothing is left to be said."""
-    if draft.job.purge_node is not None and fact.error is not None:
+    if draft.job.purge_node == fact.node_id and fact.error is not None:
         words = f"its checkpoints could not all be removed by {fact.node_id}: {fact.error}"
         draft.change(purge_node=None, reason=words)
         draft.note("job.purge_failed", words)
 
 
 def is_purged(job: Job, fact: JobPurged) -> bool:
-    """Whether the job's record may be deleted now."""
+    """Whether the job's record may be deleted now: the node that was told to remove the rest says that it has."""
     return (
-        job.purge_node is not None
+        job.purge_node == fact.node_id
         and job.is_terminal
         and fact.fence == job.fence
         and fact.error is None

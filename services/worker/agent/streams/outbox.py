@@ -28,15 +28,17 @@ class Handled:
 
 
 class Outbox:
-    """Appends facts to ``ml:facts:arrived`` and acknowledges commands behind the facts they led to.
+    """Appends facts to the node's own list and acknowledges commands behind the facts they led to.
 
     Args:
         redis: A client that does not retry.
-        node_id: Whose inbox is acknowledged.
+        node_id: Whose facts they are, and whose inbox is acknowledged.
     """
 
     def __init__(self, redis: Redis, node_id: str) -> None:
         self._redis = redis
+        self._node_id = node_id
+        self._facts = redis_keys.node_facts(node_id)
         self._inbox = redis_keys.node_inbox(node_id)
         self._waiting: deque[Fact | Handled] = deque()
         self._filled = asyncio.Event()
@@ -85,7 +87,8 @@ class Outbox:
                     pipeline.xack(self._inbox, redis_keys.INBOX_GROUP, item.entry_id)
                     pipeline.xdel(self._inbox, item.entry_id)
                 else:
-                    pipeline.rpush(redis_keys.ARRIVED_FACTS, item.model_dump_json())
+                    pipeline.rpush(self._facts, item.model_dump_json())
+                    pipeline.rpush(redis_keys.FACT_SENDERS, self._node_id)
             pipeline.publish(redis_keys.WAKE, "facts")
             await pipeline.execute()
         for _ in batch:
