@@ -40,7 +40,7 @@
 | ``ml:probe:<id>:paces`` | list: Pace JSON of jobs that ran the model | TTL 7 days from the last one, trimmed |
 | ``ml:probe:<id>:asked`` | string: that a node was asked | TTL, until it is answered or overdue |
 | ``ml:probe:<id>:node`` | string: the node that was asked last | TTL 24 h |
-| ``ml:node:<id>:facts`` | list: Fact JSON, as the node's agent adds them | until they are taken into the stream |
+| ``ml:node:<id>:facts`` | list: Fact JSON, as the node's agent adds them | until they are taken into the stream, or the node is deleted |
 | ``ml:facts:senders`` | list: node ids, one for each fact of these lists, in the order in which the facts came | the same |
 | ``ml:facts:senders:taken`` | list: the one for which a controller waited | until its fact is in the stream |
 | ``ml:facts:arrived``, ``ml:facts:taken`` | list: the same of agents of the last release, which have one list for all nodes | until they are taken into the stream |

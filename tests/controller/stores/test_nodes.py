@@ -135,6 +135,20 @@ async def test_a_node_is_forgotten_with_all_of_its_own_unless_it_lives(world: Wo
         await nodes.forget(node("a"), None)
 
 
+async def test_nothing_of_a_forgotten_node_stays_in_redis(redis_url: str) -> None:
+    async with redis_ports(redis_url) as ports:
+        epoch = await ports.leadership.take("a")
+        assert epoch is not None
+        await ports.nodes.put(node("a"), epoch, None)
+        with Redis.from_url(redis_url, decode_responses=True) as redis:
+            # As an agent may that does not say that it told of something.
+            redis.rpush(keys.node_facts("a"), "a fact")
+            redis.xadd(keys.node_inbox("a"), {keys.MESSAGE_FIELD: "a command"})
+            redis.hset(keys.node_beat("a"), "number", "1")
+            await ports.nodes.forget(node("a"), epoch)
+            assert redis.keys("ml:node*") == []
+
+
 async def test_what_a_node_measured_stands_whatever_the_leader_writes_of_it(world: World) -> None:
     epoch = await world.ports.leadership.take("a")
     assert epoch is not None

@@ -67,7 +67,7 @@ FORGET_NODE: Final = (
     REFUSE_DEPOSED
     + _NEWEST_FACT
     + """
--- KEYS: epoch, nodes, draining nodes, measured nodes, lease, beat, inbox
+-- KEYS: epoch, nodes, draining nodes, measured nodes, lease, beat, inbox, facts
 -- ARGV: epoch, node id, the fact that was the newest, wake channel
 if deposed(KEYS[1], ARGV[1]) then return 'deposed' end
 if newest_fact(KEYS[2], ARGV[2]) ~= ARGV[3] or redis.call('EXISTS', KEYS[5]) == 1 then
@@ -80,7 +80,7 @@ local measured = redis.pcall('HKEYS', KEYS[4])
 for _, field in ipairs(measured.err and {} or measured) do
   if string.sub(field, 1, #ARGV[2] + 1) == ARGV[2] .. '/' then redis.call('HDEL', KEYS[4], field) end
 end
-redis.call('DEL', KEYS[6], KEYS[7])
+redis.call('DEL', KEYS[6], KEYS[7], KEYS[8])
 redis.call('PUBLISH', ARGV[4], ARGV[2])
 return 'ok'
 """

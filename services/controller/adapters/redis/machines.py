@@ -146,6 +146,7 @@ class RedisNodes:
                     keys.node_lease(node.id),
                     keys.node_beat(node.id),
                     keys.node_inbox(node.id),
+                    keys.node_facts(node.id),
                 ],
                 args=["" if epoch is None else epoch, node.id, node.fact_id, keys.WAKE],
             )
