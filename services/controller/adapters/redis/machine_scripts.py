@@ -135,12 +135,17 @@ for i = 4, 5 do
   while left > 0 and room > 0 do
     local sender = redis.call('LINDEX', KEYS[i], 0)
     if not sender then break end
+    local lacks = false
     -- Any agent may name any node here: whose list has nothing, or is no list, is passed over.
     if #sender <= 64 then
       local list = ARGV[6] .. sender .. ARGV[7]
-      take(list, redis.pcall('LINDEX', list, 0), ARGV[3], sender)
+      if take(list, redis.pcall('LINDEX', list, 0), ARGV[3], sender) then
+        -- While the senders have another type, or once they were deleted, facts wait that none of them stands for.
+        local senders = redis.call('LLEN', KEYS[4]) + redis.call('LLEN', KEYS[5])
+        lacks = redis.call('LLEN', list) >= senders
+      end
     end
-    redis.call('LPOP', KEYS[i])
+    if not lacks then redis.call('LPOP', KEYS[i]) end
     left = left - 1
   end
 end
