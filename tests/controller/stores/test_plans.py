@@ -123,6 +123,21 @@ async def test_an_answer_is_kept_for_all_who_ask_the_same_until_one_asks_again(
     assert await plans.keep(plan(4), ASK, None, fresh=True) == "asked"
 
 
+async def test_whom_a_controller_of_the_last_release_asks_may_answer(redis_url: str) -> None:
+    async with redis_ports(redis_url) as ports:
+        plans = ports.plans
+        epoch = await ports.leadership.take("a")
+        assert epoch is not None
+        await plans.keep(plan(), ASK, None)
+        assert await plans.keep_answer(answer_to(QUESTION), epoch)
+        with Redis.from_url(redis_url) as redis:
+            redis.delete(keys.probe(ASK_ID))
+            redis.set(keys.probe_asked(ASK_ID), "1", px=240_000)
+            assert await plans.keep_answer(answer_to(QUESTION, "another"), epoch)
+        assert await plans.answer(ASK_ID) == answer_to(QUESTION, "another")
+        assert not await plans.keep_answer(answer_to(QUESTION, "third"), epoch)
+
+
 async def test_how_long_steps_took_is_kept_with_the_profile_newest_first(world: World) -> None:
     plans = world.ports.plans
     assert await plans.paces(ASK_ID) == []

@@ -66,7 +66,7 @@ if measure ~= '' and redis.call('SET', KEYS[5], '1', 'NX', 'EX', measuring) then
 end
 if fresh == '1' then redis.call('DEL', KEYS[2], KEYS[3]) end
 if redis.call('EXISTS', KEYS[2]) == 1 then return 'cached' end
-if not redis.call('SET', KEYS[3], '1', 'NX', 'PX', patience) then return 'pending' end
+if not redis.call('SET', KEYS[3], 'named', 'NX', 'PX', patience) then return 'pending' end
 redis.call('SET', KEYS[9], node, 'EX', remembered)
 to_inbox(KEYS[4], field, question)
 return 'asked'
@@ -89,9 +89,8 @@ _KEEP_ANSWER: Final = (
     + """
 -- KEYS: epoch, answer, that it was asked, which node was asked; ARGV: epoch, record, its life in s, node
 if deposed(KEYS[1], ARGV[1]) then return 'deposed' end
--- A controller of the last release does not say whom it asked.
-local asked = redis.call('GET', KEYS[4]) or (redis.call('EXISTS', KEYS[3]) == 1 and ARGV[4])
-if asked ~= ARGV[4] then return 'unasked' end
+-- A controller of the last release does not say whom it asked: it leaves a 1, and the node that was asked before.
+if redis.call('GET', KEYS[3]) ~= '1' and redis.call('GET', KEYS[4]) ~= ARGV[4] then return 'unasked' end
 redis.call('SET', KEYS[2], ARGV[2], 'EX', ARGV[3])
 redis.call('DEL', KEYS[3])
 return 'ok'
