@@ -33,7 +33,9 @@ from tests.waiting import until
 
 OLDEST = 7
 DENIED = r"(?i)NOPERM|permission|can't access at least one of the keys"
-ADMIN, CONTROLLER, AGENT, OTHER = ("pw-of-" + name for name in ("admin", "ctl", "agent", "other"))
+ADMIN, CONTROLLER, AGENT, OTHER, OLD = (
+    "pw-of-" + name for name in ("admin", "ctl", "agent", "other", "old")
+)
 JOB = new_job_id(1_700_000_000_000, bytes(10))
 SECRET = bytes(range(16)).hex()
 
@@ -92,6 +94,7 @@ def guarded(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Guarded]:
     authority.issue_cert("localhost").private_key_and_cert_chain_pem.write_to_path(server)
     authority.issue_cert("client").private_key_and_cert_chain_pem.write_to_path(client)
     users = acl_file(CONTROLLER, [(NODE, AGENT), ("other-node", OTHER)])
+    users += acl_file(CONTROLLER, [("old-node", OLD)], last_release=True).splitlines()[-1] + "\n"
     (folder / "users.acl").write_text(f"{users}user admin on >{ADMIN} ~* &* +@all\n")
     command = [PROGRAM or "redis-server", "--port", "0", "--tls-port", "0", "--save", ""]
     with _free_port() as port:
@@ -322,6 +325,24 @@ def test_an_agent_can_do_nothing_in_the_name_of_others(guarded: Guarded) -> None
         assert agent.hget(record, "fence") is None
         assert agent.rpush(keys.node_facts(NODE), "{}")
         assert agent.rpush(keys.FACT_SENDERS, NODE)
+
+
+def test_an_agent_of_the_last_release_adds_to_the_one_list_where_the_users_say_so(
+    guarded: Guarded,
+) -> None:
+    with guarded.client("agent-old-node", OLD) as agent:
+        for command in (("LRANGE", "0", "-1"), ("LPOP",), ("DEL",), ("SET", "x")):
+            name, *rest = command
+            with pytest.raises(NoPermissionError):
+                agent.execute_command(name, keys.ARRIVED_FACTS, *rest)
+        with pytest.raises(NoPermissionError):
+            agent.rpush(keys.node_facts(NODE), "{}")
+        with agent.pipeline(transaction=True) as pipe:
+            pipe.rpush(keys.ARRIVED_FACTS, "{}")
+            pipe.publish(keys.WAKE, "facts")
+            assert pipe.execute()[0] == 1
+    with guarded.client("admin", ADMIN) as admin:
+        admin.delete(keys.ARRIVED_FACTS)
 
 
 def test_a_controller_can_do_nothing_to_the_server(guarded: Guarded) -> None:
