@@ -245,6 +245,16 @@ def test_a_node_without_ranks_of_the_attempt_changes_nothing_of_it() -> None:
         )
 
 
+def test_that_a_checkpoint_is_lost_only_nodes_of_its_attempts_can_tell() -> None:
+    job = played(running(), [began(running(), 10)]).job
+    name = checkpoint_id(job.id, 10, 1)
+    about = {"job_id": job.id, "fence": 1, "checkpoint_id": name, "reason": "no"}
+    foreign = CheckpointLost.model_validate(about | {"node_id": "elsewhere"})
+    assert decide(job, foreign, NOW) == Decision(job)
+    own = decide(job, foreign.model_copy(update={"node_id": NODE}), NOW).job
+    assert own.checkpoints[name].state is CheckpointState.ABORTED
+
+
 def test_of_damaged_records_few_are_noted_and_all_of_their_checkpoints_are_corrupt() -> None:
     job = played(running(), saved(running(), 10)).job
     (known,) = job.checkpoints.values()

@@ -217,14 +217,16 @@ def is_foreign(job: Job, event: JobEvent) -> bool:
     """Whether a fact comes from a node without ranks of the attempt, or speaks of another job's checkpoint.
 
     An attempt that is to load a checkpoint, of whichever job, may find it corrupt. What storage holds any node
-    may tell.
+    may tell, but not what it will never hold.
     """
     if not isinstance(event, GangFact):
         return False
     # Of names that no attempt has, any number could be kept in its record.
     is_of_attempt = not isinstance(event, (*_TRUE_AT_ANY_FENCE, JobPurged))
-    attempt = job.attempt
-    if is_of_attempt and attempt is not None and event.node_id not in attempt.incarnations:
+    attempts = [job.attempt] if is_of_attempt and job.attempt is not None else []
+    # Ranks that write it, and who is commanded to commit it, are on nodes of one of them.
+    attempts = list(job.attempts) if isinstance(event, CheckpointLost) else attempts
+    if attempts and all(event.node_id not in each.incarnations for each in attempts):
         return True
     # An end of ranks that a node has not says nothing of those that it has.
     if isinstance(event, GangEnded) and event.exits:
