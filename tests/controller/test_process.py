@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
+from urllib.parse import urlsplit
 
 import httpx2
 import pytest
@@ -248,6 +249,16 @@ def test_the_loops_bear_redis_being_away(tmp_path: Path) -> None:
         refused = controller.client.get("/v1/jobs")
         assert (refused.status_code, refused.json()["code"]) == (503, "store_unavailable")
         assert controller.client.get("/healthz").status_code == 200
+        address = urlsplit(url).path
+        assert any(
+            address in line["error"]
+            for line in controller.lines
+            if line["event"] == "store_unavailable"
+        )
+        for path in ("/readyz", "/metrics", "/v1/jobs", "/v1/nodes"):
+            told = controller.client.get(path)
+            assert "Redis does not answer" in told.text
+            assert address not in told.text
         with (
             EmbeddedRedis.start(tmp_path) as server,
             Redis.from_url(server.url, decode_responses=True) as redis,

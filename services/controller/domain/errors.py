@@ -201,12 +201,21 @@ class TooManyOwnStreamsError(MeshloomError):
 
 
 class StoreUnavailableError(MeshloomError):
-    """Redis does not answer. A write may or may not have happened; repeating it is safe."""
+    """Redis does not answer. A write may or may not have happened; repeating it is safe.
+
+    Args:
+        told: For everybody: strangers see it at ``/readyz``.
+        why: For the log, with Redis's address; None: as ``told``.
+    """
 
     status = 503
     code = "store_unavailable"
     title = "The store does not answer"
     retry_after_s = 1
+
+    def __init__(self, told: str = "", why: str | None = None) -> None:
+        super().__init__(told)
+        self.why = told if why is None else why
 
 
 class TelemetryUnavailableError(StoreUnavailableError):

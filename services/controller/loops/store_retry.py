@@ -86,7 +86,8 @@ class StoreRetry:
     def _missed(self, state: RetryCallState) -> None:
         error = None if state.outcome is None else state.outcome.exception()
         if not self._is_absent:
-            _log.warning("store_unavailable", loop=self._name, error=str(error))
+            why = error.why if isinstance(error, StoreUnavailableError) else str(error)
+            _log.warning("store_unavailable", loop=self._name, error=why)
         self._is_absent = True
         self._troubles[self._name] = str(error)
         if self._on_absence is not None:

@@ -296,7 +296,9 @@ def answering() -> Iterator[None]:
         said = without_secret(str(error))
         raise StoreUnavailableError(f"Redis refuses: {said}; {advice}") from error
     except (RedisConnectionError, RedisTimeoutError, OSError) as error:
-        raise StoreUnavailableError(f"Redis does not answer: {with_advice(str(error))}") from error
+        raise StoreUnavailableError(
+            "Redis does not answer; the controller's log says why", with_advice(str(error))
+        ) from error
 
 
 def is_mistyped(answer: object) -> bool:

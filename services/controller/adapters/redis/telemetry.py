@@ -8,6 +8,7 @@ from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping
 from itertools import islice
 from typing import Any, Final, NamedTuple, TypeVar
 
+import structlog
 from redis.asyncio import Redis
 from redis.exceptions import ResponseError
 
@@ -66,6 +67,7 @@ _RECORDS: Final = (
     (keys.recalled_metrics, keys.job_metrics),
     (keys.recalled_logs, keys.job_logs),
 )
+_log = structlog.get_logger()
 _Record = TypeVar("_Record", StepRecord, MetricRecord)
 _OfRank = TypeVar("_OfRank", RankProgress, RankSample)
 
@@ -455,9 +457,11 @@ class RedisTelemetry:
         except StoreUnavailableError as error:
             if self._told is self._clients:
                 raise
-            why = f"the one for telemetry: {error}"
-            self._away = time.monotonic() + _LEFT_ALONE_S, why
-            raise TelemetryUnavailableError(why) from error
+            if self._away is None:
+                _log.warning("telemetry_unavailable", why=error.why)
+            told = f"the one for telemetry: {error}"
+            self._away = time.monotonic() + _LEFT_ALONE_S, told
+            raise TelemetryUnavailableError(told) from error
         self._away = None
 
     async def _answers(self, client: Redis, key: str, *commands: tuple[Any, ...]) -> list[Any]:

@@ -65,4 +65,4 @@ def _passing(job_id: str) -> Iterator[None]:
         with answering():
             yield
     except StoreUnavailableError as error:
-        _log.warning("telemetry_life_not_followed", job=job_id, why=str(error))
+        _log.warning("telemetry_life_not_followed", job=job_id, why=error.why)
