@@ -21,6 +21,11 @@ Parameters = dict[str, Any]
 NOT_MODIFIED: Final = 304
 ERRORS_FROM: Final = 400
 STREAM_MEDIA_TYPE: Final = "text/event-stream"
+MOST_ANSWER_BYTES: Final = 1 << 28
+"""As much as a controller keeps of answers that are not read; of a stream: between two entries."""
+IS_DOWNLOAD: Final = "meshloom_download"
+"""The extension of a request for a file, which is bounded by the size that was promised."""
+NOTHING_PACKED: Final = {"Accept-Encoding": "identity"}
 _LATER: Final = frozenset({429, 503})
 _MOST_KEPT: Final = 64
 
@@ -55,6 +60,46 @@ def parsed(response: httpx.Response, view: type[View]) -> View:
                 "address of a controller"
             ) from error
         raise unreadable(said, view.__name__, error) from error
+
+
+def take_as_it_comes(response: httpx.Response) -> None:
+    """Have a body read in UTF-8 and as it is: packed, which nobody asked for, it may unpack to any size."""
+    if "Content-Encoding" in response.headers:
+        del response.headers["Content-Encoding"]
+    response.encoding = "utf-8"
+
+
+def is_header_value(text: str) -> bool:
+    """Whether a header can carry what a server said; one that no controller sends it cannot."""
+    return bool(text) and text.isascii() and text.isprintable()
+
+
+class BodyMeter:
+    """Counts what an answer brings.
+
+    Args:
+        response: Of which nothing was read yet.
+    """
+
+    def __init__(self, response: httpx.Response) -> None:
+        self._url = response.url
+        self._is_stream = media_type_of(response) == STREAM_MEDIA_TYPE
+        self._size = 0
+
+    def count(self, part: bytes) -> bytes:
+        """The part itself.
+
+        Raises:
+            UnreachableError: With it, more came than any controller sends.
+        """
+        is_next_entry = self._is_stream and b"\n\n" in part
+        self._size = len(part) if is_next_entry else self._size + len(part)
+        if self._size > MOST_ANSWER_BYTES:
+            raise UnreachableError(
+                f"{self._url} answered with more than {MOST_ANSWER_BYTES >> 20} MiB, which no controller does; "
+                "set MESHLOOM_URL to a controller's address"
+            )
+        return part
 
 
 class RetryOptions(TypedDict):
@@ -111,8 +156,9 @@ class AnswerCache:
                 return kept
             raise TypeError(f"{key} was read as {type(kept).__name__} before")
         answer = parsed(response, view)
-        if "ETag" in response.headers:
-            self._kept[key] = (response.headers["ETag"], answer)
+        tag = response.headers.get("ETag", "")
+        if is_header_value(tag):
+            self._kept[key] = (tag, answer)
             self._kept.move_to_end(key)
             if len(self._kept) > _MOST_KEPT:
                 self._kept.popitem(last=False)

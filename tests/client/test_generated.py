@@ -16,11 +16,13 @@ _CLIENT: Final = Path(meshloom.__file__).parent / "client"
 SOURCE: Final = _CLIENT / "asynchronous"
 GENERATED: Final = _CLIENT / "synchronous"
 _WORDS: Final = {
+    "AsyncByteStream": "SyncByteStream",
     "AsyncClient": "Client",
     "AsyncIterator": "Iterator",
     "AsyncRetrying": "Retrying",
     "__aenter__": "__enter__",
     "__aexit__": "__exit__",
+    "__aiter__": "__iter__",
     "aclose": "close",
     "aconnect_sse": "connect_sse",
     "aiter_raw": "iter_raw",

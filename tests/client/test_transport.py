@@ -1,9 +1,11 @@
 """Requests on a real connection to a server that answers as it is told."""
 
+import gzip
 import hashlib
 import json
 import threading
 import time
+import tracemalloc
 from collections.abc import Callable, Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
@@ -11,7 +13,7 @@ from pathlib import Path
 import pytest
 
 import meshloom
-from meshloom.client import ClientError, RefusedError, RestClient, UnreachableError
+from meshloom.client import ClientError, RefusedError, RestClient, UnreachableError, answers
 from meshloom.client.downloads import PartialFile
 from meshloom.client.settings import ClientSettings
 from services.contract.api.queue import DrainRequest
@@ -150,6 +152,63 @@ def test_a_stream_goes_on_once_the_store_of_the_controller_is_back(server: _Serv
     assert [asked for asked, _ in server.asked] == [path, path, "/readyz", "/readyz", path]
 
 
+@pytest.mark.parametrize(
+    "reply",
+    [
+        (200, {}, b" " * 70_000),
+        (500, {}, b" " * 70_000),
+        (200, {"Content-Type": "text/event-stream"}, b"data: 1\n" * 9_000),
+        (200, {"Content-Type": "text/event-stream"}, b"x" * 70_000),
+    ],
+)
+def test_an_answer_longer_than_any_controllers_is_not_held(
+    server: _Server, reply: Reply, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(answers, "MOST_ANSWER_BYTES", 1 << 16)
+    server.replies = [reply]
+    with RestClient(server.url) as client:
+        ask = (lambda: list(client.follow_all_events())) if reply[1] else client.nodes
+        with pytest.raises(UnreachableError, match="which no controller does"):
+            ask()
+    assert len(server.asked) == 1
+
+
+def test_a_packed_answer_that_nobody_asked_for_is_not_unpacked(server: _Server) -> None:
+    server.replies = [(200, {"Content-Encoding": "gzip"}, gzip.compress(bytes(1 << 26)))]
+    tracemalloc.start()
+    try:
+        with RestClient(server.url) as client, pytest.raises(UnreachableError, match="no JSON"):
+            client.nodes()
+        assert tracemalloc.get_traced_memory()[1] < 1 << 23
+    finally:
+        tracemalloc.stop()
+    assert server.asked[0][1]["Accept-Encoding"] == "identity"
+
+
+@pytest.mark.parametrize("charset", ["idna", "undefined", "punycode", "utf-16", "hex"])
+def test_a_stream_is_in_utf_8_whatever_it_says_of_itself(server: _Server, charset: str) -> None:
+    stream = {"Content-Type": f"text/event-stream; charset={charset}"}
+    server.replies = [(200, stream, ": \u00e9\n\nevent: end\ndata: {}\n\n".encode())]
+    with RestClient(server.url) as client:
+        assert list(client.follow_all_events()) == []
+
+
+@pytest.mark.parametrize("said", ["caf\u00e9", "\x01"])
+def test_what_no_header_carries_is_not_sent_back_to_who_said_it(server: _Server, said: str) -> None:
+    stream = {"Content-Type": "text/event-stream"}
+    server.replies = [
+        (200, stream, f"id: {said}\n\n".encode()),
+        (200, stream, b"event: end\ndata: {}\n\n"),
+    ]
+    with RestClient(server.url) as client:
+        assert list(client.follow_all_events()) == []
+    assert ["Last-Event-ID" in headers for _, headers in server.asked] == [False, False]
+    nodes = NodeList(items=()).model_dump_json().encode()
+    server.replies = [(200, {"ETag": '"caf\u00e9"'}, nodes)]
+    with RestClient(server.url) as client:
+        assert client.nodes() == client.nodes()
+
+
 def test_what_is_no_stream_of_events_is_told_and_not_asked_for_again(server: _Server) -> None:
     server.replies = [(200, {"Content-Type": "text/html; charset=utf-8"}, b"<h1>Log in</h1>")]
     with (
@@ -165,7 +224,7 @@ def test_what_is_no_stream_of_events_is_told_and_not_asked_for_again(server: _Se
     [
         ((302, {"Location": "/login"}, b""), "answered 302 Found"),
         ((304, {}, b""), "answered 304 Not Modified"),
-        ((200, {"Content-Encoding": "gzip"}, b"no gzip"), "no controller answers"),
+        ((200, {"Content-Encoding": "gzip"}, b"no gzip"), "which is no JSON; set"),
         (
             (200, {"Content-Type": "text/html"}, b"<h1>Log in</h1>"),
             "with text/html, which is no JSON; set",

@@ -251,7 +251,7 @@ def test_the_loops_bear_redis_being_away(tmp_path: Path) -> None:
         assert controller.client.get("/healthz").status_code == 200
         address = urlsplit(url).path
         assert any(
-            address in line["error"]
+            address in str(line["error"])
             for line in controller.lines
             if line["event"] == "store_unavailable"
         )

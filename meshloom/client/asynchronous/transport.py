@@ -3,7 +3,7 @@
 import asyncio
 from collections.abc import AsyncIterator, Mapping
 from types import TracebackType
-from typing import Any, Final, Self
+from typing import Any, Final, Self, cast
 
 import httpx
 from httpx_sse import ServerSentEvent, aconnect_sse
@@ -12,14 +12,19 @@ from tenacity import AsyncRetrying
 
 from meshloom.client.answers import (
     ERRORS_FROM,
+    IS_DOWNLOAD,
+    NOTHING_PACKED,
     STREAM_MEDIA_TYPE,
     AnswerCache,
+    BodyMeter,
     Parameters,
     View,
     cache_key,
+    is_header_value,
     is_unchanged,
     media_type_of,
     retry_options,
+    take_as_it_comes,
 )
 from meshloom.client.downloads import PartialFile
 from meshloom.client.errors import (
@@ -38,13 +43,35 @@ _STORE_IS_AWAY: Final = "store_unavailable"
 _CONTENT: Final = frozenset({httpx.codes.OK, httpx.codes.PARTIAL_CONTENT})
 
 
+class _BoundedStream(httpx.AsyncByteStream):
+    """A body that ends with an error where it is longer than any controller's."""
+
+    def __init__(self, response: httpx.Response) -> None:
+        self._stream = cast("httpx.AsyncByteStream", response.stream)
+        self._meter = BodyMeter(response)
+
+    async def __aiter__(self) -> AsyncIterator[bytes]:
+        async for part in self._stream:
+            yield self._meter.count(part)
+
+    async def aclose(self) -> None:
+        await self._stream.aclose()
+
+
+async def _bound(response: httpx.Response) -> None:
+    take_as_it_comes(response)
+    is_download = response.request.extensions.get(IS_DOWNLOAD) and response.status_code in _CONTENT
+    if not is_download:
+        response.stream = _BoundedStream(response)
+
+
 class AsyncTransport:
     """A connection to one controller. Every request may be repeated without doing it twice.
 
     Args:
         base_url: The controller's root, such as ``http://127.0.0.1:8400``.
         token: The bearer token, where the controller wants one.
-        timeout_s: Seconds that one answer may take.
+        timeout_s: Seconds for which nothing of an answer may come.
         patience_s: Seconds for which a controller that does not answer, or that asks to wait
             (429, 503), is asked again.
 
@@ -63,7 +90,12 @@ class AsyncTransport:
         self._patience_s = patience_s
         self._timeout_s = timeout_s
         headers = {"Authorization": f"Bearer {token}"} if token else {}
-        self._http = httpx.AsyncClient(base_url=base_url, headers=headers, timeout=timeout_s)
+        self._http = httpx.AsyncClient(
+            base_url=base_url,
+            headers=headers | NOTHING_PACKED,
+            timeout=timeout_s,
+            event_hooks={"response": [_bound]},
+        )
         self._cache = AnswerCache()
 
     async def __aenter__(self) -> Self:
@@ -147,7 +179,11 @@ class AsyncTransport:
     async def _fetch_some(self, path: str, file: PartialFile) -> None:
         timeout = self._long_timeout(60.0)
         async with self._http.stream(
-            "GET", path, headers=file.headers(), timeout=timeout
+            "GET",
+            path,
+            headers=file.headers(),
+            timeout=timeout,
+            extensions={IS_DOWNLOAD: True},
         ) as response:
             if response.status_code not in _CONTENT:
                 await response.aread()
@@ -177,7 +213,7 @@ class AsyncTransport:
         while True:
             try:
                 async for event in self._events(path, last_id, params):
-                    last_id = event.id or last_id
+                    last_id = event.id if is_header_value(event.id) else last_id
                     if event.event == "end":
                         return
                     if event.data:
