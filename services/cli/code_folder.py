@@ -12,6 +12,7 @@ from pathspec import GitIgnoreSpec
 
 from services.cli.errors import CliError
 from services.contract.jobs.code_archives import (
+    MOST_FOLDERS,
     MOST_MEMBERS,
     MOST_UNPACKED_BYTES,
     CodeArchiveError,
@@ -101,12 +102,16 @@ def _bounded(folder: Path, root: Path, found: Iterable[_File]) -> list[_File]:
     return files
 
 
-def _files(folder: Path, rules: list[_Rules]) -> Iterator[_File]:
+def _files(folder: Path, rules: list[_Rules], depth: int = 0) -> Iterator[_File]:
     """The files below a folder that git would not ignore.
 
     Raises:
-        CliError: Something is no plain file nor folder.
+        CliError: Something is no plain file nor folder, or lies ``MOST_FOLDERS`` deep.
     """
+    if depth >= MOST_FOLDERS:
+        raise CliError(
+            f"--code: {folder} lies in more than {MOST_FOLDERS} folders, which no archive holds: list it in .gitignore"
+        )
     rules = [*rules, *_rules_of(folder)]
     for path in sorted(folder.iterdir()):
         status = path.lstat()
@@ -115,7 +120,7 @@ def _files(folder: Path, rules: list[_Rules]) -> Iterator[_File]:
             continue
         if is_folder:
             if not (path / "pyvenv.cfg").exists():
-                yield from _files(path, rules)
+                yield from _files(path, rules, depth + 1)
         elif stat.S_ISREG(status.st_mode):
             yield _File(path, status)
         else:

@@ -135,6 +135,13 @@ def test_what_cannot_be_packed_is_named(tmp_path: Path, monkeypatch: pytest.Monk
     with pytest.raises(CliError, match=r"sub/pipe is no plain file"):
         pack_folder(tmp_path, 1)
     (tmp_path / "sub" / "pipe").unlink()
+    line = [tmp_path / "sub" / "/".join("d" * depth) for depth in range(1, 1_001)]
+    for folder in line:
+        folder.mkdir()
+    with pytest.raises(CliError, match=r"/d lies in more than 32 folders.*list it in \.gitignore"):
+        pack_folder(tmp_path, 1)
+    for folder in reversed(line):
+        folder.rmdir()
     write(tmp_path, {"services/x.py": ""})
     with pytest.raises(CliError, match=r"'services/x\.py' would be hidden.*services; rename it"):
         pack_folder(tmp_path, 1)

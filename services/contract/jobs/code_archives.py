@@ -35,7 +35,7 @@ RESERVED_NAMES: Final = ("services", "fsdp_core", "meshloom")
 
 _MOST_PATH_BYTES: Final = 1_024
 _MOST_NAME_BYTES: Final = 255
-_MOST_FOLDERS: Final = 32
+MOST_FOLDERS: Final = 32
 # A header with its extensions: a path, times, labels.
 _HEADER_BYTES: Final = 4_096
 # tarfile looks for numbers in a time that grows with the square of their digits, and meanwhile no other
@@ -364,8 +364,8 @@ def _refuse_path(path: str, shown: str) -> None:
             f"{shown} is too long: a name has up to {_MOST_NAME_BYTES} bytes, a path up to "
             f"{_MOST_PATH_BYTES}"
         )
-    if len(parts) > _MOST_FOLDERS:
-        raise CodeArchiveError(f"{shown} lies in more than {_MOST_FOLDERS} folders")
+    if len(parts) > MOST_FOLDERS:
+        raise CodeArchiveError(f"{shown} lies in more than {MOST_FOLDERS} folders")
 
 
 def _line(path: str) -> list[str]:
