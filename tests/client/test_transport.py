@@ -193,7 +193,7 @@ def test_a_stream_is_in_utf_8_whatever_it_says_of_itself(server: _Server, charse
         assert list(client.follow_all_events()) == []
 
 
-@pytest.mark.parametrize("said", ["caf\u00e9", "\x01"])
+@pytest.mark.parametrize("said", ["t\u00e9", "\x01"])
 def test_what_no_header_carries_is_not_sent_back_to_who_said_it(server: _Server, said: str) -> None:
     stream = {"Content-Type": "text/event-stream"}
     server.replies = [
@@ -204,7 +204,7 @@ def test_what_no_header_carries_is_not_sent_back_to_who_said_it(server: _Server,
         assert list(client.follow_all_events()) == []
     assert ["Last-Event-ID" in headers for _, headers in server.asked] == [False, False]
     nodes = NodeList(items=()).model_dump_json().encode()
-    server.replies = [(200, {"ETag": '"caf\u00e9"'}, nodes)]
+    server.replies = [(200, {"ETag": '"t\u00e9"'}, nodes)]
     with RestClient(server.url) as client:
         assert client.nodes() == client.nodes()
 
