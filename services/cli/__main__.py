@@ -1,5 +1,6 @@
 """Entry point of the ``meshloom`` command: exit code 2, and what to do, for what cannot be done."""
 
+import os
 import signal
 import sys
 from types import FrameType
@@ -14,16 +15,34 @@ def main() -> None:
     # As an exception, so that a live view gives the terminal back its cursor.
     signal.signal(signal.SIGTERM, _end)
     Meshloom.before_loading.append(_declare_late)
+    for name in ("stdout", "stderr"):
+        if getattr(sys, name) is None:  # it was closed before: nobody reads it
+            setattr(sys, name, open(os.devnull, "w"))  # noqa: PTH123, SIM115 it is open to the end
     try:
-        app()
+        try:
+            app()
+        finally:
+            sys.stdout.flush()
+    except BrokenPipeError:
+        _drop_output()
+        sys.exit(1)
     except Exception as error:
         text = _told(error)
         if text is None:
             raise
         from services.cli.terminal import errors  # noqa: PLC0415 (as in _told)
 
+        if isinstance(error, OSError):
+            _drop_output()
         errors.print(f"meshloom: {text}", style="red")
         sys.exit(2)
+
+
+def _drop_output() -> None:
+    """Have what could not be written not tried again, and told once more, when the interpreter ends."""
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nowhere, sys.stdout.fileno())
+    os.close(nowhere)
 
 
 def _declare_late() -> None:
@@ -47,6 +66,8 @@ def _told(error: Exception) -> str | None:
 
     if isinstance(error, CliError):
         return str(error)
+    if isinstance(error, OSError):
+        return f"{error.filename or 'output'}: {error.strerror or error}"
     if isinstance(error, UnicodeEncodeError):
         return f"{error.object!r} has characters that no HTTP header can carry"
     if isinstance(error, ValidationError):

@@ -135,6 +135,26 @@ def test_a_stop_without_options_is_the_one_of_api_and_dashboard(name: str) -> No
     )
 
 
+@pytest.mark.parametrize("words", ["--version", "init --help", "submit --help"])
+@pytest.mark.parametrize(
+    ("redirection", "code", "said"),
+    [
+        (">/dev/full", 2, "meshloom: output: No space left on device\n"),
+        (">&-", 0, ""),
+        ("| true", 1, ""),
+    ],
+)
+def test_output_that_cannot_be_written_is_no_traceback(
+    words: str, redirection: str, code: int, said: str
+) -> None:
+    command = f"{sys.executable} -m services.cli {words} {redirection}; exit ${{PIPESTATUS[0]}}"
+    done = subprocess.run(
+        ["bash", "-c", command], capture_output=True, text=True, check=False, timeout=60
+    )
+    assert done.stderr == said
+    assert done.returncode in {0, code} if redirection == "| true" else done.returncode == code
+
+
 def test_the_version_is_that_of_the_package() -> None:
     done = CliRunner().invoke(app, ["--version"])
     assert (done.exit_code, done.stdout) == (0, "meshloom 0.1.0\n")
