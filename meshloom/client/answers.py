@@ -13,7 +13,7 @@ from tenacity import (
     wait_random_exponential,
 )
 
-from meshloom.client.errors import UnreachableError, unreadable
+from meshloom.client.errors import ClientError, UnreachableError, unreadable
 
 View = TypeVar("View", bound=BaseModel)
 Parameters = dict[str, Any]
@@ -72,6 +72,21 @@ def take_as_it_comes(response: httpx.Response) -> None:
 def is_header_value(text: str) -> bool:
     """Whether a header can carry what a server said; one that no controller sends it cannot."""
     return bool(text) and text.isascii() and text.isprintable()
+
+
+def authorization(token: str | None) -> dict[str, str]:
+    """The header that shows the token.
+
+    Raises:
+        ClientError: No header can carry it; what errors of HTTP say of one would show it.
+    """
+    if not token:
+        return {}
+    if not is_header_value(token) or " " in token:
+        raise ClientError(
+            "the token has blanks or characters that no HTTP header can carry: look at MESHLOOM_TOKEN"
+        )
+    return {"Authorization": f"Bearer {token}"}
 
 
 class BodyMeter:

@@ -39,6 +39,14 @@ def unreachable(base_url: str, error: httpx.RequestError) -> UnreachableError:
     )
 
 
+def unusable(base_url: str, error: Exception) -> ClientError:
+    """The error for a connection that cannot be tried."""
+    return ClientError(
+        f"{base_url!r} cannot be connected to ({error}); look at MESHLOOM_URL, and at HTTP_PROXY, HTTPS_PROXY, "
+        "ALL_PROXY, NO_PROXY, SSL_CERT_FILE and SSL_CERT_DIR"
+    )
+
+
 def unreadable(said: str, view: str, error: ValidationError) -> ClientError:
     """The error for what a controller said that this version has no ``view`` for."""
     fault = error.errors(include_url=False)[0]

@@ -240,6 +240,40 @@ def test_what_no_controller_answers_is_one_sentence(
         client.nodes()
 
 
+@pytest.mark.parametrize("token", ["hidden\n", " hidden", "hid den", "hidden\x01", "hidden\u00e9"])
+def test_a_token_that_no_header_carries_is_refused_and_not_shown(
+    server: _Server, token: str
+) -> None:
+    with pytest.raises(ClientError, match="look at MESHLOOM_TOKEN") as refused:
+        RestClient(server.url, token)
+    assert "hid" not in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("url", "variables"),
+    [
+        ("http://\x1b", {}),
+        ("http://[::1", {}),
+        (f"http://{'a' * 70}.example", {}),
+        ("http://127.0.0.1:1", {"ALL_PROXY": "socks9://x:y"}),
+        ("http://127.0.0.1:1", {"ALL_PROXY": "socks9://x"}),
+        ("http://127.0.0.1:1", {"ALL_PROXY": "http://127.0.0.1:1", "NO_PROXY": "[::1"}),
+        ("http://127.0.0.1:1", {"SSL_CERT_FILE": "/nonexistent"}),
+        ("http://127.0.0.1:1", {"SSL_CERT_FILE": "/etc/passwd"}),
+    ],
+)
+def test_an_address_a_proxy_or_certificates_of_no_use_are_one_sentence(
+    url: str, variables: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    with (
+        pytest.raises(ClientError, match="look at MESHLOOM_URL"),
+        RestClient(url, patience_s=0) as client,
+    ):
+        client.version()
+
+
 def test_a_name_that_no_address_can_have_is_one_sentence(server: _Server) -> None:
     with RestClient(server.url) as client, pytest.raises(ClientError, match=r"x1b\[31m/drain"):
         client.drain("\x1b[31m", DrainRequest())

@@ -19,6 +19,7 @@ from meshloom.client.answers import (
     BodyMeter,
     Parameters,
     View,
+    authorization,
     cache_key,
     is_header_value,
     is_unchanged,
@@ -34,6 +35,7 @@ from meshloom.client.errors import (
     refusal,
     unreachable,
     unreadable,
+    unusable,
 )
 from services.contract.words.problems import Problem
 
@@ -75,6 +77,9 @@ class Transport:
         patience_s: Seconds for which a controller that does not answer, or that asks to wait
             (429, 503), is asked again.
 
+    Raises:
+        ClientError: The address, the token, or what the environment says of proxies and certificates cannot be used.
+
     Methods raise ``UnreachableError`` if nobody answers, and ``RefusedError`` with the problem if
     the controller refuses.
     """
@@ -89,13 +94,16 @@ class Transport:
     ) -> None:
         self._patience_s = patience_s
         self._timeout_s = timeout_s
-        headers = {"Authorization": f"Bearer {token}"} if token else {}
-        self._http = httpx.Client(
-            base_url=base_url,
-            headers=headers | NOTHING_PACKED,
-            timeout=timeout_s,
-            event_hooks={"response": [_bound]},
-        )
+        headers = authorization(token) | NOTHING_PACKED
+        try:
+            self._http = httpx.Client(
+                base_url=base_url,
+                headers=headers,
+                timeout=timeout_s,
+                event_hooks={"response": [_bound]},
+            )
+        except (httpx.InvalidURL, ImportError, OSError, ValueError) as error:
+            raise unusable(base_url, error) from error
         self._cache = AnswerCache()
 
     def __enter__(self) -> Self:
@@ -154,6 +162,10 @@ class Transport:
             raise unreachable(self.base_url, error) from error
         except httpx.InvalidURL as error:  # a name in it has a control character
             raise ClientError(f"{path!r} is no resource of a controller: {error}") from error
+        except UnicodeEncodeError:
+            raise
+        except UnicodeError as error:  # of a host's name
+            raise unusable(self.base_url, error) from error
 
     def fetch(self, path: str, file: PartialFile) -> None:
         """Download a file, or what is missing of it.
