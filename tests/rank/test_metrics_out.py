@@ -26,6 +26,7 @@ from services.contract.words.bounds import METRIC_NAMES_KEPT
 from services.worker.rank.loop.run import Run
 from services.worker.rank.metrics.agent_outlet import AgentOutlet
 from services.worker.rank.metrics.bounded_file import BoundedFile
+from services.worker.rank.metrics.json_lines import JsonLines
 from services.worker.rank.metrics.points import Point
 from services.worker.rank.metrics.reporter import MetricsReporter
 from tests.disk import small_disk
@@ -37,6 +38,21 @@ from tests.waiting import until
 
 Spec = Callable[..., JobSpec]
 WITH_METRICS = EQUAL[4]
+
+
+def test_a_metric_that_is_called_as_a_field_of_a_line_takes_no_fields_place(tmp_path: Path) -> None:
+    lines = JsonLines(tmp_path / "metrics.jsonl", 3)
+    lines.write([Point(7, {"step": 70.0, "time": 0.5, "attempt": 9.0, "hits": 1.0}, 2.0)])
+    lines.close()
+    assert json.loads((tmp_path / "metrics.jsonl").read_text()) == {
+        "step": 7,
+        "attempt": 3,
+        "time": 2.0,
+        "user/step": 70.0,
+        "user/time": 0.5,
+        "user/attempt": 9.0,
+        "hits": 1.0,
+    }
 
 
 @pytest.mark.ranks

@@ -32,7 +32,9 @@ class JsonLines:
         """Appends their lines."""
         for point in self._file.share(points):
             line = {"step": point.step, "attempt": self._fence, "time": round(point.time_s, 3)}
-            self._file.add(json.dumps(line | point.finite).encode() + b"\n")
+            # As where the API answers a step with its metrics in one row.
+            users = {f"user/{n}" if n in line else n: value for n, value in point.finite.items()}
+            self._file.add(json.dumps(line | users).encode() + b"\n")
         self._file.flush()
 
     def close(self) -> None:
