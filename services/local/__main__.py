@@ -103,6 +103,6 @@ if __name__ == "__main__":
     set_up_process(holds_secrets=True)
     try:
         app()
-    except (StackError, RedisUnavailableError) as error:
+    except (OSError, StackError, RedisUnavailableError) as error:
         console.print(f"meshloom: {error}", style="red")
         sys.exit(_CANNOT_START)

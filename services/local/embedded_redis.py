@@ -163,7 +163,7 @@ def _check_version(binary: Path, record: Path) -> None:
     said = subprocess.run([binary, "--version"], capture_output=True, text=True, check=True)  # noqa: S603 our own binary
     found = _VERSION.search(said.stdout)
     version = found.group(1) if found else "0.0"
-    known = record.read_text() if record.exists() else "0.0"
+    known = _kept(record) or "0.0"
     if _as_numbers(version) < _as_numbers(known):
         raise RedisUnavailableError(
             f"{binary} is Redis {version}, but {record.parent} was written by Redis {known}: put "
@@ -184,10 +184,14 @@ def _as_numbers(version: str) -> tuple[int, ...]:
 
 
 def _password(path: Path) -> str:
-    if not path.exists():
-        path.touch(mode=0o600)
-        path.write_text(secrets.token_urlsafe(24))
+    if not _kept(path):
+        _write(path, secrets.token_urlsafe(24))
     return path.read_text()
+
+
+def _kept(path: Path) -> str:
+    """What a file holds; empty where it is not there, or a full disk took none of it."""
+    return path.read_text() if path.exists() else ""
 
 
 @contextlib.contextmanager

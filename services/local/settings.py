@@ -17,7 +17,8 @@ from services.contract.system.secret_files import with_secret_files
 class LocalSettings(BaseSettings):
     """Each is the environment variable ``MESHLOOM_<NAME>``; the services read theirs themselves."""
 
-    model_config = SettingsConfigDict(env_prefix="MESHLOOM_", extra="ignore")
+    # Empty, a home would be the folder that one is in, which the stack closes to all others.
+    model_config = SettingsConfigDict(env_prefix="MESHLOOM_", env_ignore_empty=True, extra="ignore")
 
     home: Path = Field(
         default=Path(".meshloom"),

@@ -15,6 +15,7 @@ from services.local.embedded_redis import (
     RedisUnavailableError,
     find_redis_server,
 )
+from services.local.settings import LocalSettings, child_environment
 
 pytestmark = pytest.mark.redis
 
@@ -26,6 +27,35 @@ def test_an_acknowledged_write_survives_a_clean_restart(tmp_path: Path) -> None:
     with EmbeddedRedis.start(tmp_path) as server, redis.Redis.from_url(server.url) as client:
         assert server.url == first
         assert client.get("a") == b"1"
+
+
+def test_files_that_a_full_disk_left_empty_keep_no_server_from_starting(tmp_path: Path) -> None:
+    for name in ("password", "version", "redis.conf"):
+        (tmp_path / name).touch()
+    with EmbeddedRedis.start(tmp_path) as server, redis.Redis.from_url(server.url) as client:
+        assert client.ping()
+        bare = redis.Redis.from_url(f"unix://{tmp_path}/redis.sock")
+        with bare, pytest.raises(redis.AuthenticationError):
+            bare.ping()
+
+
+def test_a_home_that_is_no_folder_is_one_sentence(tmp_path: Path) -> None:
+    (tmp_path / "home").touch()
+    done = subprocess.run(
+        [sys.executable, "-m", "services.local", "up"],
+        env=child_environment(MESHLOOM_HOME=str(tmp_path / "home")),
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=60,
+    )
+    assert (done.returncode, done.stderr.count("\n")) == (2, 1)
+    assert "Not a directory" in done.stderr
+
+
+def test_an_empty_home_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MESHLOOM_HOME", "")
+    assert LocalSettings().home == Path(".meshloom")
 
 
 def test_it_refuses_a_client_without_the_password(tmp_path: Path) -> None:
