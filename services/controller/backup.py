@@ -11,18 +11,20 @@ owners and modes.
 
 import argparse
 import contextlib
+import errno
 import hashlib
 import os
 import shutil
+import stat
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, BinaryIO, Final
 
 from services.contract.storage.commit_chain import DRAFT_PREFIX, CommitChain
 from services.contract.storage.manifests import Manifest
 from services.contract.storage.storage_address import BucketAddress, storage_address
-from services.contract.system.durable import is_hollow, open_plain, sync_folder
+from services.contract.system.durable import is_hollow, open_plain, open_plain_in, sync_folder
 
 if TYPE_CHECKING:
     from services.contract.storage.bucket import Bucket
@@ -34,6 +36,9 @@ _BLOCK: Final = 1 << 20
 _FAILED: Final = 1
 # Ranks may make folders within folders; ours are four deep.
 _DEEPEST: Final = 32
+_ONLY_A_FOLDER: Final = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
+# What opening answers where a rank has put something else in a place, or holds a lease on what is there.
+_OF_RANKS: Final = (errno.ELOOP, errno.ENOTDIR, errno.EINVAL, errno.ENXIO, errno.EAGAIN)
 
 
 class BackupError(Exception):
@@ -173,6 +178,11 @@ def _copy_shards(source: Path, target: Path, manifest: Manifest) -> None:
             digest = _copy_file(path, target / folder / shard.name)
         except _HollowError:
             raise _damaged(str(path), "that of a file full of holes", shard.sha256) from None
+        except BlockingIOError:
+            raise BackupError(
+                f"{path} cannot be read while a process holds a lease on it: end the ranks of "
+                f"{source.name}, then save again"
+            ) from None
         if digest != shard.sha256:
             raise _damaged(str(path), digest, shard.sha256)
 
@@ -246,37 +256,69 @@ def _damaged(place: str, found: str, voted: str) -> BackupError:
     )
 
 
-def _copy_tree(
-    source: Path, target: Path, *, without: Sequence[str] = (), depth: int = _DEEPEST
-) -> None:
+def _copy_tree(source: Path, target: Path, *, without: Sequence[str] = ()) -> None:
     """All plain files below ``source``; what vanishes meanwhile is left out.
 
-    So is what only a rank's user code leaves there to prevent copies; each is named on stderr.
+    So is what only a rank's user code leaves there to prevent copies; each is named on stderr. Folders are held
+    open: whatever a rank puts in the place of one meanwhile, nothing is copied that lies elsewhere.
     """
-    _make_like(source, target)
-    for path in _listed(source):
-        if path.name in without or path.name.startswith(DRAFT_PREFIX) or path.is_symlink():
+    folder = os.open(source, _ONLY_A_FOLDER)
+    try:
+        _copy_folder(folder, source, target, without, _DEEPEST)
+    finally:
+        os.close(folder)
+
+
+def _copy_folder(
+    folder: int, source: Path, target: Path, without: Sequence[str], depth: int
+) -> None:
+    target.mkdir(parents=True, exist_ok=True)
+    _take_on(target, os.fstat(folder))
+    for name in sorted(os.listdir(folder)):
+        if name in without or name.startswith(DRAFT_PREFIX):
             continue
-        with contextlib.suppress(FileNotFoundError):
-            if path.is_dir():
-                if depth:
-                    _copy_tree(path, target / path.name, depth=depth - 1)
-                else:
-                    _say_left_out(path, f"it is more than {_DEEPEST} folders deep")
-            elif path.is_file():
+        path = source / name
+        mode = _mode(folder, name)
+        if stat.S_ISDIR(mode) and not depth:
+            _say_left_out(path, f"it is more than {_DEEPEST} folders deep")
+        elif stat.S_ISDIR(mode):
+            inner = _opened(path, lambda name=name: os.open(name, _ONLY_A_FOLDER, dir_fd=folder))  # type: ignore[misc]
+            if inner is not None:
                 try:
-                    _copy_file(path, target / path.name)
+                    _copy_folder(inner, path, target / name, (), depth - 1)
+                finally:
+                    os.close(inner)
+        elif stat.S_ISREG(mode):
+            file = _opened(path, lambda name=name: open_plain_in(folder, name))  # type: ignore[misc]
+            if file is not None:
+                try:
+                    _copy_opened(file, target / name)
                 except _HollowError:
                     _say_left_out(path, "nearly all of it is holes")
 
 
+def _mode(folder: int, name: str) -> int:
+    try:
+        return os.stat(name, dir_fd=folder, follow_symlinks=False).st_mode
+    except FileNotFoundError:
+        return 0
+
+
+def _opened(path: Path, opening: Callable[[], int]) -> int | None:
+    """A descriptor of what was there a moment ago; None where it is left out."""
+    try:
+        return opening()
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        if error.errno not in _OF_RANKS:
+            raise
+        _say_left_out(path, f"it cannot be opened: {error.strerror}")
+        return None
+
+
 def _say_left_out(path: Path, why: str) -> None:
     sys.stderr.write(f"backup: {str(path)!a} is left out: {why}\n")
-
-
-def _listed(folder: Path) -> Iterator[Path]:
-    with contextlib.suppress(FileNotFoundError):
-        yield from sorted(folder.iterdir())
 
 
 def _copy_file(source: Path, target: Path) -> str:
@@ -285,21 +327,27 @@ def _copy_file(source: Path, target: Path) -> str:
     Raises:
         _HollowError: Nothing was.
     """
-    digest = hashlib.sha256()
-    with os.fdopen(open_plain(source), "rb") as reading:
-        if is_hollow(reading.fileno()):
+    return _copy_opened(open_plain(source), target)
+
+
+def _copy_opened(descriptor: int, target: Path) -> str:
+    with os.fdopen(descriptor, "rb") as reading:
+        if is_hollow(descriptor):
             raise _HollowError
-        _write_copy(reading, target, digest)
-        status = os.fstat(reading.fileno())
+        status = os.fstat(descriptor)
+        digest = hashlib.sha256()
+        _write_copy(reading, status.st_size, target, digest)
     _take_on(target, status)
     return digest.hexdigest()
 
 
-def _write_copy(reading: BinaryIO, target: Path, digest: "hashlib._Hash") -> None:
+def _write_copy(reading: BinaryIO, size: int, target: Path, digest: "hashlib._Hash") -> None:
+    left = size  # and no more: who writes there may make it longer for ever, at no cost with holes
     with target.open("xb") as writing:
-        while block := reading.read(_BLOCK):
+        while left and (block := reading.read(min(left, _BLOCK))):
             digest.update(block)
             writing.write(block)
+            left -= len(block)
 
 
 def _make_like(source: Path, target: Path) -> None:
@@ -314,7 +362,8 @@ def _like(source: Path, target: Path) -> None:
 def _take_on(path: Path, status: os.stat_result) -> None:
     if os.geteuid() == 0:
         os.chown(path, status.st_uid, status.st_gid)
-    path.chmod(status.st_mode & 0o7777)
+    # Who runs a file has the rights of its owner by bits that a rank may have set.
+    path.chmod(status.st_mode & (0o7777 if stat.S_ISDIR(status.st_mode) else 0o777))
     os.utime(path, ns=(status.st_atime_ns, status.st_mtime_ns))
 
 

@@ -1,8 +1,12 @@
 """A backup is of one moment, however much is written, replaced and retired while it is made."""
 
+import fcntl
 import hashlib
+import os
 import shutil
+import signal
 import subprocess
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -179,6 +183,117 @@ def test_what_a_rank_left_to_prevent_copies_is_left_out_and_named(
         file.truncate(1 << 42)
     with pytest.raises(BackupError, match=r"rank-0 is damaged: its sha256 is that of a file full"):
         save(redis, storage, backup.with_name("second"))
+
+
+def test_a_file_on_which_a_rank_holds_a_lease_stops_no_backup_unless_a_checkpoint_needs_it(
+    folders: tuple[Path, Path, Path], capsys: pytest.CaptureFixture[str]
+) -> None:
+    redis, storage, backup = folders
+    chain = CommitChain(storage, JOB)
+    manifest = commit(chain, 1)
+    trace = storage / JOB / "traces" / "trace"
+    trace.parent.mkdir()
+    with leased(trace):
+        assert save(redis, storage, backup) == 1
+    assert "traces/trace' is left out: it cannot be opened" in capsys.readouterr().err
+    shard = chain.shard_folder(manifest.checkpoint_id) / "rank-0"
+    with leased(shard), pytest.raises(BackupError, match=rf"{shard} cannot be read while a proc"):
+        save(redis, storage, backup.with_name("second"))
+
+
+@contextmanager
+def leased(file: Path) -> Iterator[None]:
+    noticed = signal.signal(signal.SIGIO, signal.SIG_IGN)
+    held = os.open(file, os.O_RDWR | os.O_CREAT)
+    try:
+        fcntl.fcntl(held, fcntl.F_SETLEASE, fcntl.F_WRLCK)
+        yield
+    finally:
+        os.close(held)
+        signal.signal(signal.SIGIO, noticed)
+
+
+def test_a_folder_that_a_rank_replaces_while_it_is_copied_leads_nowhere_else(
+    folders: tuple[Path, Path, Path],
+) -> None:
+    redis, storage, backup = folders
+    trace, private = storage / JOB / "traces" / "trace", storage.parent / "private"
+    for folder in (trace / "inner", private / "inner"):
+        folder.mkdir(parents=True)
+        (folder / folder.parent.name).write_bytes(b"x")
+    with before_it_is_listed(trace, lambda: trace.rename(trace.with_name("moved"))) as replaced:
+        save(redis, storage, backup)
+    assert replaced
+    saved = {path.name for path in (backup / "checkpoints" / JOB / "traces").rglob("*")}
+    assert "trace" in saved
+    assert "private" not in saved
+
+
+_watching: list[Callable[[object], None]] = []
+_opening: list[Callable[[object], None]] = []
+
+
+def _tell(event: str, args: tuple[object, ...]) -> None:
+    for watch in _watching if event in ("os.listdir", "os.scandir") else ():
+        watch(args[0])
+    for watch in _opening if event == "open" else ():
+        watch(args[0])
+
+
+sys.addaudithook(_tell)  # for good: there is no way to take one back
+
+
+@contextmanager
+def before_it_is_listed(folder: Path, act: Callable[[], object]) -> Iterator[list[Path]]:
+    """A link to ``private`` comes in the place of ``folder`` at the moment in which somebody begins to list it."""
+    replaced: list[Path] = []
+
+    def watch(listed: object) -> None:
+        path = f"/proc/self/fd/{listed}" if isinstance(listed, int) else str(listed)
+        if not replaced and os.path.realpath(path) == str(folder):
+            replaced.append(folder)
+            act()
+            folder.symlink_to(folder.parents[3] / "private")
+
+    _watching.append(watch)
+    try:
+        yield replaced
+    finally:
+        _watching.remove(watch)
+
+
+def test_a_file_that_grows_while_it_is_copied_is_copied_as_it_was(
+    folders: tuple[Path, Path, Path],
+) -> None:
+    redis, storage, backup = folders
+    trace = storage / JOB / "traces" / "trace"
+    trace.parent.mkdir()
+    trace.write_bytes(b"x" * SHARD_BYTES)
+
+    def grow(path: object) -> None:
+        # At the moment in which its copy is made, its own length is known.
+        if str(path).endswith("traces/trace") and str(path).startswith(f"{backup}."):
+            os.truncate(trace, 100 * SHARD_BYTES)
+
+    _opening.append(grow)
+    try:
+        save(redis, storage, backup)
+    finally:
+        _opening.remove(grow)
+    assert trace.stat().st_size == 100 * SHARD_BYTES
+    assert (backup / "checkpoints" / JOB / "traces" / "trace").stat().st_size == SHARD_BYTES
+
+
+def test_no_file_of_a_backup_gives_whoever_runs_it_the_rights_of_its_owner(
+    folders: tuple[Path, Path, Path],
+) -> None:
+    redis, storage, backup = folders
+    trace = storage / JOB / "traces" / "trace"
+    trace.parent.mkdir()
+    trace.touch()
+    trace.chmod(0o6755)
+    save(redis, storage, backup)
+    assert (backup / "checkpoints" / JOB / "traces" / "trace").stat().st_mode & 0o7777 == 0o755
 
 
 def test_save_replaces_no_backup_and_restore_no_data(folders: tuple[Path, Path, Path]) -> None:

@@ -107,13 +107,22 @@ def open_plain(path: Path) -> int:
     """
     folder = os.open(path.parent, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC | os.O_NOFOLLOW)
     try:
-        flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
-        descriptor = os.open(path.name, flags, dir_fd=folder)
+        return open_plain_in(folder, path.name)
     finally:
         os.close(folder)
+
+
+def open_plain_in(folder: int, name: str) -> int:
+    """The same of the file ``name`` in a folder that is open.
+
+    Raises:
+        OSError: As `open_plain`.
+    """
+    flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
+    descriptor = os.open(name, flags, dir_fd=folder)
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):
         os.close(descriptor)
-        raise OSError(errno.EINVAL, "not a plain file", str(path))
+        raise OSError(errno.EINVAL, "not a plain file", name)
     return descriptor
 
 
