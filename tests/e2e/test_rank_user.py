@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -15,6 +16,7 @@ import pytest
 
 from services.cli.errors import CliError
 from services.contract.jobs.traces import TraceRequest
+from services.contract.system.rank_user import RankUser
 from services.contract.words.states import JobState, TraceState
 from services.local.settings import child_environment
 from tests.agent.conftest import is_gone
@@ -153,6 +155,67 @@ def test_ranks_of_another_user_keep_checkpoints_in_a_bucket_and_load_them(home: 
         assert stack.client.attempts(job_id).items[-1].resumed_from is not None
         assert (home / "copies").stat().st_mode & 0o777 == 0o711
         stack.client.kill(job_id)
+
+
+# Of no process of this machine, so that tests beside this one keep nothing from being freed.
+LEAVING = RankUser("left", 1_234_567_891, 1_234_567_891, "/")
+LEAVES = """
+import ctypes, sys
+from pathlib import Path
+Path(sys.argv[1]).mkdir()
+Path(sys.argv[1], "of a rank").touch()
+library = ctypes.CDLL(None)
+made = (library.shmget(0, 4096, 0o600), library.semget(0, 1, 0o600), library.msgget(0, 0o600))
+assert -1 not in made
+print("left", flush=True)
+sys.stdin.read()
+"""
+FREES = """
+import asyncio, os, sys
+from services.contract.system.rank_user import RankUser
+from services.worker.agent.host.left_memory import free_left_memory, has_left, remove_as
+user = RankUser("left", int(sys.argv[1]), int(sys.argv[1]), "/")
+async def free():
+    freeing = asyncio.create_task(free_left_memory(user, os.environ, lambda: True))
+    while has_left(user.uid):
+        await asyncio.sleep(0.02)
+    freeing.cancel()
+asyncio.run(remove_as(user, os.environ) if sys.argv[2] == "while a process lives" else free())
+print(has_left(user.uid))
+"""
+
+
+def test_shared_memory_that_ranks_left_is_freed_once_none_of_their_processes_lives() -> None:
+    reason = cannot_be_tried()
+    if reason is not None:
+        pytest.skip(reason)
+    place = Path("/dev/shm") / f"left-{os.getpid()}"  # noqa: S108 what is meant
+    become = ["setpriv", f"--reuid={LEAVING.uid}", f"--regid={LEAVING.gid}", "--clear-groups"]
+
+    def frees(when: str) -> str:
+        command = [*opened(), sys.executable, "-c", FREES, str(LEAVING.uid), when]
+        return subprocess.run(
+            command, cwd=CODE, stdout=subprocess.PIPE, check=True, text=True
+        ).stdout
+
+    leaving = subprocess.Popen(
+        [*opened(), *become, sys.executable, "-c", LEAVES, str(place)],
+        cwd=CODE,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+    )
+    try:
+        assert leaving.stdout is not None
+        assert leaving.stdout.readline() == b"left\n"
+        assert frees("while a process lives") == "True\n"
+        assert (place / "of a rank").exists()
+        leaving.communicate()
+        until(lambda: time.time() >= int(place.stat().st_ctime) + 1)  # in whole seconds
+        assert frees("once none does") == "False\n"
+        assert not place.exists()
+    finally:
+        leaving.kill()
+        leaving.wait()
 
 
 def diagnosed(stack: Stack, job_id: str) -> bool:

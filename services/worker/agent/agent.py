@@ -15,6 +15,7 @@ from services.worker.agent.departure import Commits, empty_node
 from services.worker.agent.gangs.leftovers import Leftover, find_leftovers, forget_leftovers
 from services.worker.agent.host.devices import take_inventory
 from services.worker.agent.host.folders import NodeFolder
+from services.worker.agent.host.left_memory import free_left_memory
 from services.worker.agent.host.network import Network, NoRouteError, find_network
 from services.worker.agent.host.processes import sweep
 from services.worker.agent.host.reserve import take_reserve
@@ -162,6 +163,7 @@ class Agent:
         self._grace_s = settings.stop_grace_s
         self._measure_idle_s = settings.measure_idle_s
         self._devices = _devices_of(inventory)
+        self._ranks_are = settings.ranks_are
         self._incarnation = secrets.token_hex(8)
         # Of this life alone: a sentinel that is slow must not end what the next agent starts.
         mark = f"{folder.mark}/{self._incarnation}"
@@ -254,6 +256,12 @@ class Agent:
                     group.create_task(self._rounds.run(self._session.loss_suspected)),
                     group.create_task(self._watch_storage()),
                 ]
+                if self._ranks_are is not None:
+                    environment = sentinel_environment()
+                    freeing = free_left_memory(
+                        self._ranks_are, environment, lambda: supervisor.is_idle
+                    )
+                    background.append(group.create_task(freeing))
                 if self._measure_idle_s:
                     measuring = supervisor.measure_when_idle(self._devices, self._measure_idle_s)
                     background.append(group.create_task(measuring))
