@@ -1,5 +1,7 @@
 """A bucket's objects, on a real server: what the client promises to those that commit there."""
 
+import hashlib
+import os
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -114,6 +116,47 @@ def test_a_file_that_changed_is_uploaded_from_its_beginning(
     path.write_bytes(b"x" * (2 * PART + 1))
     bucket.upload("shard", path)
     assert set(b"".join(bucket.parts("shard"))) == {ord("x")}
+
+
+@pytest.mark.parametrize("size", [PART, 2 * PART + 1])
+def test_a_file_that_changed_since_it_was_checked_is_no_object(
+    bucket: Bucket, server: S3Server, tmp_path: Path, size: int
+) -> None:
+    """A rank may write into its shard between its agent's look and the upload, and set its time back."""
+    path = tmp_path / "shard"
+    path.write_bytes(bytes(size))
+    checked, about = hashlib.sha256(bytes(size)).hexdigest(), path.stat()
+
+    def change() -> None:
+        with path.open("r+b") as file:
+            file.seek(size - 1)
+            file.write(b"x")
+        os.utime(path, ns=(about.st_atime_ns, about.st_mtime_ns))
+
+    with pytest.raises(OSError, match=f"has changed since it was checked: .*, not {checked}"):
+        bucket.upload("shard", path, change, size, checked)
+    with pytest.raises(FileNotFoundError):
+        bucket.size("shard")
+    assert not [key for key in server.unfinished() if key.startswith(bucket.address.prefix + "/")]
+    path.write_bytes(bytes(size))
+    bucket.upload("shard", path, sha256=checked)
+    assert bucket.size("shard") == size
+
+
+def test_an_upload_that_goes_on_is_compared_with_the_digest_of_all_parts(
+    bucket: Bucket, server: S3Server, tmp_path: Path
+) -> None:
+    path = tmp_path / "shard"
+    path.write_bytes(bytes(range(256)) * (PART // 128) + b"x")
+    checked = hashlib.sha256(path.read_bytes()).hexdigest()
+    server.fail(Fault(methods=("PUT",), after=1))
+    with pytest.raises(StorageAwayError):
+        bucket.upload("shard", path, sha256=checked)
+    server.repair()
+    sent: list[int] = []
+    bucket.upload("shard", path, lambda: sent.append(1), sha256=checked)
+    assert len(sent) == 2
+    assert b"".join(bucket.parts("shard")) == path.read_bytes()
 
 
 def test_what_was_finished_by_a_request_whose_answer_was_lost_is_there(

@@ -64,6 +64,10 @@ class _SpoiltUploadError(StorageAwayError):
     """The server does not have the parts that it said it has."""
 
 
+class ChangedFileError(OSError):
+    """A file has other content than when it was checked."""
+
+
 @dataclass
 class _Upload:
     """A multipart upload, which goes on where it was interrupted."""
@@ -72,6 +76,8 @@ class _Upload:
     size: int
     changed_ns: int
     etags: dict[int, str] = field(default_factory=dict)
+    digest: "hashlib._Hash" = field(default_factory=hashlib.sha256)
+    """Of the parts that are there."""
 
 
 class Bucket:
@@ -210,6 +216,7 @@ class Bucket:
         path: Path,
         go_on: Callable[[], None] = lambda: None,
         size: int | None = None,
+        sha256: str | None = None,
     ) -> None:
         """Upload a plain file, in parts where it is long; an upload that failed goes on behind the parts that are there.
 
@@ -219,6 +226,7 @@ class Bucket:
             go_on: Called before each part; what it raises ends the upload.
             size: How many bytes it must have; None: any number. Parts of a file that has grown since it
                 was checked could be longer than the memory.
+            sha256: Its digest as it was checked: with another one there is no object. None: any.
         """
         with open(open_plain(path), "rb", buffering=0) as file:  # noqa: PTH123 a descriptor, not a path
             about = os.fstat(file.fileno())
@@ -226,7 +234,9 @@ class Bucket:
                 raise OSError(errno.EFBIG, f"it has {about.st_size} bytes by now, not {size}")
             if about.st_size <= self._part_bytes:
                 go_on()
-                self._put(name, _read_at(file, 0, about.st_size))
+                content = _read_at(file, 0, about.st_size)
+                _refuse_other(hashlib.sha256(content), sha256)
+                self._put(name, content)
                 return
             upload = self._uploads.get(name)
             if upload is None or (upload.size, upload.changed_ns) != (
@@ -238,6 +248,12 @@ class Bucket:
                 upload = self._begin(name, about)
             try:
                 self._send_parts(name, file, upload, go_on)
+                _refuse_other(upload.digest, sha256)
+                self._complete(name, upload)
+            except ChangedFileError:
+                del self._uploads[name]
+                self._abort(self._key(name), upload.id)
+                raise
             except FileNotFoundError:
                 # It was finished by a request whose answer was lost, or was given up.
                 del self._uploads[name]
@@ -340,12 +356,18 @@ class Bucket:
                     ContentMD5=_md5(content),
                 )
                 upload.etags[number] = answer["ETag"]
+            upload.digest.update(content)
+
+    def _complete(self, name: str, upload: _Upload) -> None:
         done: list[CompletedPartTypeDef] = [
-            {"PartNumber": number, "ETag": upload.etags[number]} for number in range(1, count + 1)
+            {"PartNumber": number, "ETag": etag} for number, etag in sorted(upload.etags.items())
         ]
         with self._told(name):
             self._s3.complete_multipart_upload(
-                Bucket=bucket, Key=key, UploadId=upload.id, MultipartUpload={"Parts": done}
+                Bucket=self.address.bucket,
+                Key=self._key(name),
+                UploadId=upload.id,
+                MultipartUpload={"Parts": done},
             )
 
     def _abort(self, key: str, upload_id: str) -> None:
@@ -399,6 +421,13 @@ def _listed(page: "ListObjectsV2OutputTypeDef") -> "ListObjectsV2OutputTypeDef":
     if "IsTruncated" not in page:
         raise ValueError("a listing without an end")
     return page
+
+
+def _refuse_other(digest: "hashlib._Hash", sha256: str | None) -> None:
+    if sha256 not in (None, digest.hexdigest()):
+        raise ChangedFileError(
+            f"it has changed since it was checked: its sha256 is {digest.hexdigest()}, not {sha256}"
+        )
 
 
 def _md5(content: bytes) -> str:

@@ -172,8 +172,26 @@ def test_a_vote_waits_for_a_bucket_that_refuses_and_goes_on_when_it_answers(
     assert f"shards/{name}/{SHARD.name}" in bucket.names()
 
 
-def test_a_shard_that_grows_after_it_was_checked_is_refused_and_not_uploaded(
-    bucket: Place,
+def _grow(path: Path) -> None:
+    # It is all holes, and each of its 10 000 parts would take this node's memory.
+    os.truncate(path, 1 << 43)
+
+
+def _change(path: Path) -> None:
+    about = path.stat()
+    path.write_bytes(bytes(about.st_size))
+    os.utime(path, ns=(about.st_atime_ns, about.st_mtime_ns))
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (_grow, f"it has {1 << 43} bytes by now, not {len(CONTENT)}"),
+        (_change, "it has changed since it was checked"),
+    ],
+)
+def test_a_shard_that_changes_after_it_was_checked_is_refused_and_not_uploaded(
+    bucket: Place, change: Callable[[Path], None], words: str
 ) -> None:
     assert bucket.server is not None
     server, storage = bucket.server, bucket.on("node-1")
@@ -188,8 +206,7 @@ def test_a_shard_that_grows_after_it_was_checked_is_refused_and_not_uploaded(
         done: asyncio.Future[str | None] = asyncio.get_running_loop().create_future()
 
         def on_waits(_rank: int, _vote: RankVote, _why: str) -> None:
-            # It is all holes, and each of its 10 000 parts would take this node's memory.
-            os.truncate(path, 1 << 43)
+            change(path)
             threading.Thread(target=server.repair).start()
 
         def on_checked(_rank: int, _vote: RankVote, fault: str | None) -> None:
@@ -203,7 +220,7 @@ def test_a_shard_that_grows_after_it_was_checked_is_refused_and_not_uploaded(
         return fault
 
     fault = asyncio.run(run())
-    assert f"it has {1 << 43} bytes by now, not {len(CONTENT)}" in str(fault)
+    assert words in str(fault)
     assert not [
         key
         for key in (*server.keys(), *server.unfinished())
@@ -218,10 +235,14 @@ def test_a_trace_that_grows_before_its_upload_is_not_uploaded(
         """The rank writes between its agent's look and the upload."""
 
         def publish(
-            self, path: Path, go_on: Callable[[], None] = lambda: None, size: int | None = None
+            self,
+            path: Path,
+            go_on: Callable[[], None] = lambda: None,
+            size: int | None = None,
+            sha256: str | None = None,
         ) -> None:
             os.truncate(path, 1 << 43)
-            super().publish(path, go_on, size)
+            super().publish(path, go_on, size, sha256)
 
     files = Raced(Bucket(BucketAddress(BUCKET, bucket.prefix), PART), tmp_path / "copies", 1 << 30)
     trace = new_trace_id(1_700_000_000_000, bytes(10))

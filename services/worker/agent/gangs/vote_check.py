@@ -20,6 +20,7 @@ from typing import Final
 
 from services.contract.messages.rank_pipe import RankVote
 from services.contract.storage.commit_chain import CommitChain
+from services.contract.storage.manifests import ShardFile
 from services.contract.system.durable import StorageAwayError
 from services.worker.agent.storage.shard_check import fault_of
 from services.worker.agent.storage.shared_files import SharedFiles, as_shared
@@ -123,7 +124,7 @@ class VoteCheck:
             try:
                 fault = fault_of(path, vote.shard, self._is_over.is_set)
                 if fault is None:
-                    self._publish(path, vote.shard.bytes, partial(self._wait, loop, rank, vote))
+                    self._publish(path, vote.shard, partial(self._wait, loop, rank, vote))
             except _OverError:
                 return
             except OSError as error:
@@ -131,7 +132,7 @@ class VoteCheck:
             with contextlib.suppress(RuntimeError):  # the agent has ended meanwhile
                 loop.call_soon_threadsafe(self._done, rank, vote, fault)
 
-    def _publish(self, path: Path, size: int, waits: Callable[[str], None]) -> None:
+    def _publish(self, path: Path, shard: ShardFile, waits: Callable[[str], None]) -> None:
         """Have all nodes see a shard, as soon as the storage lets it.
 
         Raises:
@@ -140,7 +141,7 @@ class VoteCheck:
         """
         for wait_s in itertools.chain(_TRIES_AGAIN_S, itertools.repeat(_TRIES_AGAIN_S[-1])):
             try:
-                self._files.publish(path, self._go_on, size)
+                self._files.publish(path, self._go_on, shard.bytes, shard.sha256)
             except StorageAwayError as error:
                 waits(str(error))
                 if self._is_over.wait(wait_s):

@@ -162,11 +162,15 @@ class BucketFiles:
                     self._download(path)
 
     def publish(
-        self, path: Path, go_on: Callable[[], None] = lambda: None, size: int | None = None
+        self,
+        path: Path,
+        go_on: Callable[[], None] = lambda: None,
+        size: int | None = None,
+        sha256: str | None = None,
     ) -> None:
         """See ``SharedFiles.publish``."""
         if os.path.lexists(path):
-            self._bucket.upload(self._name(path), path, go_on, size)
+            self._bucket.upload(self._name(path), path, go_on, size, sha256)
             if self._is_shard(path):
                 self._count(path)
         else:

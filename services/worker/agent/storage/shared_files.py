@@ -43,7 +43,11 @@ class SharedFiles(RecordFiles, Protocol):
         ...
 
     def publish(
-        self, path: Path, go_on: Callable[[], None] = lambda: None, size: int | None = None
+        self,
+        path: Path,
+        go_on: Callable[[], None] = lambda: None,
+        size: int | None = None,
+        sha256: str | None = None,
     ) -> None:
         """Have all nodes see the file at ``path``, or that there is none; whole or not at all.
 
@@ -51,6 +55,7 @@ class SharedFiles(RecordFiles, Protocol):
             path: The file.
             go_on: Called now and then; what it raises ends it.
             size: How many bytes it had when it was checked: one of another length is not published.
+            sha256: The same of its digest.
         """
         ...
 
@@ -135,7 +140,11 @@ class FolderFiles(FolderRecords):
         """See ``SharedFiles.pull_missing``."""
 
     def publish(
-        self, path: Path, go_on: Callable[[], None] = lambda: None, size: int | None = None
+        self,
+        path: Path,
+        go_on: Callable[[], None] = lambda: None,
+        size: int | None = None,
+        sha256: str | None = None,
     ) -> None:
         """See ``SharedFiles.publish``."""
 
