@@ -1,5 +1,6 @@
 """Exports: whole tensors from boxes, however they lie, and nothing from what is not whole."""
 
+import asyncio
 import hashlib
 import itertools
 import json
@@ -16,12 +17,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from services.contract.messages.commands import ExportCheckpoint
+from services.contract.messages.facts import ExportFailed
 from services.contract.storage.commit_chain import CommitChain
 from services.contract.storage.exports import EXPORT_MANIFEST
 from services.contract.storage.manifests import AttemptOpened, Manifest, ShardFile
 from services.contract.words.ids import checkpoint_id
 from services.worker.agent.storage import export as exporting
 from services.worker.agent.storage.export import ExportOutcome, IncompleteError, run_length, runs
+from services.worker.agent.storage.exporter import Exporter
+from services.worker.agent.storage.job_storage import Storage
 from tests.agent.conftest import JOB
 
 STEP = 10
@@ -270,6 +275,27 @@ def test_arrays_that_lie_in_the_same_bytes_are_refused(tmp_path: Path) -> None:
     box: Box = ((0,), (2,))
     commit(tmp_path, [{f"model.{n}": ((2,), box) for n in range(9)}], {"data_offsets": [0, 8]})
     assert "share bytes" in str(export(tmp_path).reason)
+
+
+ENDS = """
+import os, signal, sys
+sys.addaudithook(lambda event, _: event != "mmap.__new__" or os.kill(os.getpid(), signal.SIGBUS))
+"""
+
+
+def test_of_an_export_whose_process_was_ended_no_file_is_left(tmp_path: Path) -> None:
+    """As by a rank that cuts a shard while it is mapped."""
+    commit(tmp_path / "storage", [{"model.w": ((4,), ((0,), (4,)))}])
+    (tmp_path / "sitecustomize.py").write_text(ENDS)
+    storage = Storage(tmp_path / "storage", "node-1")
+    exporter = Exporter(
+        storage, "node-1", {"PYTHONPATH": f"{tmp_path}:{Path(__file__).parents[2]}"}
+    )
+    command = ExportCheckpoint(job_id=JOB, fence=1, checkpoint_id=NAME)
+    (fact,) = asyncio.run(exporter.export(command))
+    assert isinstance(fact, ExportFailed)
+    assert fact.reason.startswith("its process exited with code -7")
+    assert list((tmp_path / "storage" / JOB / "exports").iterdir()) == []
 
 
 def test_what_shards_say_of_their_arrays_takes_no_more_memory_than_there_is(tmp_path: Path) -> None:

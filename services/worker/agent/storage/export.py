@@ -126,7 +126,7 @@ def export(root: Path, job_id: str, checkpoint_id: str, file_bytes: int) -> Expo
     chain = CommitChain(root, job_id)
     manifest = chain.find(checkpoint_id)
     folder = root / job_id / "exports" / checkpoint_id
-    partial = folder.with_name(f".{checkpoint_id}.partial")
+    partial = partial_folder(root, job_id, checkpoint_id)
     remove_what_can_be(partial)
     make_folders(partial, root)
     try:
@@ -144,6 +144,11 @@ def export(root: Path, job_id: str, checkpoint_id: str, file_bytes: int) -> Expo
         remove_what_can_be(partial)
     size = sum((folder / name).stat().st_size for name in names)
     return ExportOutcome(files=names, bytes=size)
+
+
+def partial_folder(root: Path, job_id: str, checkpoint_id: str) -> Path:
+    """Where an export lies until it is whole."""
+    return root / job_id / "exports" / f".{checkpoint_id}.partial"
 
 
 def runs(whole: Sequence[int], offsets: Sequence[int], shape: Sequence[int]) -> Iterator[int]:

@@ -10,8 +10,9 @@ from pydantic import ValidationError
 from services.contract.messages.commands import ExportCheckpoint
 from services.contract.messages.facts import CheckpointCorrupt, CheckpointExported, ExportFailed
 from services.contract.storage.exports import EXPORT_MANIFEST
+from services.worker.agent.host.removal import remove_what_can_be
 from services.worker.agent.host.reserve import in_storage_thread
-from services.worker.agent.storage.export import ExportOutcome
+from services.worker.agent.storage.export import ExportOutcome, partial_folder
 from services.worker.agent.storage.job_storage import Storage
 
 _log = structlog.get_logger()
@@ -45,6 +46,9 @@ class Exporter:
         except OSError as error:
             outcome = ExportOutcome(reason=str(error))
         finally:
+            # A rank that cuts a shard while it is mapped ends the process at once: a model's room would be lost.
+            partial = partial_folder(self._storage.root, command.job_id, command.checkpoint_id)
+            await in_storage_thread(remove_what_can_be, partial)
             self._storage.files.release(reader)
         return self._facts(command, outcome)
 
