@@ -41,13 +41,11 @@ async def running_stack(settings: LocalSettings) -> AsyncIterator[str]:
     """Everything up and ready for jobs inside the block; yields the controller's URL.
 
     Raises:
-        StackError: Another stack owns the home, the port is taken, or a part does not come up.
+        StackError: The home cannot be used, another stack owns it, the port is taken, or a part does not come up.
     """
     home = settings.home.resolve()
     logs = home / "logs"
-    logs.mkdir(parents=True, exist_ok=True)
-    with contextlib.suppress(PermissionError):  # somebody else's, who decides who reads it
-        home.chmod(0o700)
+    _make(logs, home)
     with _sole_owner(home), _redis(settings, home, logs) as (redis_url, redis_programs):
         _check_port(settings.host, settings.port)
         environment = {
@@ -81,9 +79,18 @@ async def running_stack(settings: LocalSettings) -> AsyncIterator[str]:
                 yield url
 
 
+def _make(folder: Path, home: Path) -> None:
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with contextlib.suppress(PermissionError):  # somebody else's, who decides who reads it
+            home.chmod(0o700)
+    except OSError as error:
+        raise StackError(f"MESHLOOM_HOME: {home} cannot be used: {error}") from error
+
+
 def stack_is_up(settings: LocalSettings) -> bool:
     """Whether some process owns this home's stack now."""
-    settings.home.mkdir(parents=True, exist_ok=True)
+    _make(settings.home, settings.home)
     try:
         with _sole_owner(settings.home.resolve()):
             return False

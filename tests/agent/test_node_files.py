@@ -1,6 +1,8 @@
 """Settings, inventory and folders of a node."""
 
 import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -8,6 +10,7 @@ import pytest
 from services.contract.messages.facts import Device, LaunchRefused
 from services.contract.messages.warm_channel import NODE_MARK
 from services.contract.system.durable import append_plain
+from services.local.settings import child_environment
 from services.worker.agent.gangs.leftovers import find_leftovers
 from services.worker.agent.host.devices import parse_devices, take_inventory
 from services.worker.agent.host.folders import NodeBusyError, NodeFolder
@@ -45,6 +48,43 @@ def test_a_folder_has_one_agent_at_a_time(tmp_path: Path) -> None:
         pass
     with second.locked():
         pass
+
+
+def test_a_home_that_cannot_be_used_is_one_sentence(tmp_path: Path) -> None:
+    home = tmp_path / "a file"
+    home.touch()
+    settings = {"MESHLOOM_REDIS_URL": "redis://nowhere", "MESHLOOM_NODE_ID": NODE}
+    done = subprocess.run(
+        [sys.executable, "-m", "services.worker.agent"],
+        env=child_environment(**settings, MESHLOOM_HOME=str(home)),
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 2
+    assert done.stderr.startswith(f"meshloom agent: MESHLOOM_HOME: {home}/nodes/{NODE} cannot be u")
+    assert len(done.stderr.splitlines()) == 1
+
+
+def test_a_stack_whose_home_cannot_be_used_is_one_sentence(tmp_path: Path) -> None:
+    home = tmp_path / "a file"
+    home.touch()
+    done = subprocess.run(
+        [sys.executable, "-m", "services.local", "up"],
+        env=child_environment(MESHLOOM_HOME=str(home), COLUMNS="1000"),
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    said = (done.stdout + done.stderr).splitlines()
+    assert len(said) == 1
+    assert said[0].startswith(f"meshloom: MESHLOOM_HOME: {home} cannot be used: ")
+
+
+def test_a_home_may_have_a_name_that_is_no_text(tmp_path: Path) -> None:
+    named = NodeFolder(Path(os.fsdecode(os.fsencode(tmp_path) + b"/\xff")), NODE, tmp_path)
+    with named.locked():
+        assert named.mark != NodeFolder(tmp_path, NODE, tmp_path).mark
 
 
 def test_an_attempt_is_opened_once_and_unfinished_until_its_end_is_recorded(

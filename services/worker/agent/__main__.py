@@ -14,7 +14,7 @@ from pydantic import ValidationError
 
 from services.contract.system.own_process import set_up_process
 from services.worker.agent.agent import run_agent
-from services.worker.agent.host.folders import NodeBusyError
+from services.worker.agent.host.folders import NodeBusyError, NoHomeError
 from services.worker.agent.host.network import NetworkError
 from services.worker.agent.session import LeaseTakenError
 from services.worker.agent.settings import AgentSettings
@@ -44,7 +44,7 @@ def main() -> None:
         sys.exit(0 if lease_is_held(settings.redis_address, settings.node_id) else _NOT_ALIVE)
     try:
         asyncio.run(_serve(settings))
-    except NetworkError as error:
+    except (NetworkError, NoHomeError) as error:
         sys.stderr.write(f"meshloom agent: {error}\n")
         sys.exit(_BAD_SETTINGS)
     except (LeaseTakenError, NodeBusyError) as error:

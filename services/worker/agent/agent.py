@@ -59,6 +59,7 @@ async def run_agent(settings: AgentSettings, stop: asyncio.Event) -> None:
 
     Raises:
         NodeBusyError: Another agent works in the node's folder.
+        NoHomeError: There cannot be one.
         NetworkError: The node has no such interface or address as the settings name.
         LeaseTakenError: Another agent elsewhere has the node id.
     """

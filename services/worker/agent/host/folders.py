@@ -48,6 +48,10 @@ class NodeBusyError(Exception):
     """Another agent works in this node's folder."""
 
 
+class NoHomeError(Exception):
+    """The node's folder cannot be made or written to; the message says where and why."""
+
+
 class NoBoardsError(OSError):
     """The shared memory has no room for boards."""
 
@@ -173,7 +177,7 @@ class NodeFolder:
 
     def __init__(self, home: Path, node_id: str, shared_memory: Path = _SHARED_MEMORY) -> None:
         self.path = home / "nodes" / node_id
-        digest = hashlib.sha256(str(home.resolve()).encode()).hexdigest()[:12]
+        digest = hashlib.sha256(os.fsencode(home.resolve())).hexdigest()[:12]
         self.mark = f"{node_id}-{digest}"
         self._shared_memory = shared_memory
 
@@ -207,9 +211,14 @@ class NodeFolder:
 
         Raises:
             NodeBusyError: Another one is.
+            NoHomeError: There cannot be one.
         """
-        self.path.mkdir(parents=True, exist_ok=True)
-        with os.fdopen(append_plain(self.path / "agent.lock"), "ab") as file:
+        try:
+            self.path.mkdir(parents=True, exist_ok=True)
+            lock = append_plain(self.path / "agent.lock")
+        except OSError as error:
+            raise NoHomeError(f"MESHLOOM_HOME: {self.path} cannot be used: {error}") from error
+        with os.fdopen(lock, "ab") as file:
             try:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
