@@ -67,6 +67,48 @@ def test_a_reader_that_says_nothing_more_and_does_not_end_is_not_waited_for(
         os.kill(int(pids.read_text()), 0)
 
 
+# An ELF file of 64 GiB, all holes but its first pages: a table of names that is nothing but ends of names.
+SWELLING = """
+import mmap, struct, sys, threading
+def section(*fields):
+    return struct.pack("<IIQQQQIIQQ", *fields)
+size = 1 << 36
+sections = section(*[0] * 10), section(1, 2, 0, 0, 0x1000, 24 * 16, 2, 0, 8, 24)
+sections += section(9, 3, 0, 0, 0x4000, size - 0x4000, 0, 0, 1, 0), section(17, 3, 0, 0, 0x2000, 256, 0, 0, 1, 0)
+with open(sys.argv[1], "w+b") as file:
+    file.write(b"\\x7fELF" + bytes([2, 1, 1, 0]) + bytes(8))
+    file.write(struct.pack("<HHIQQQIHHHHHH", 3, 62, 1, 0, 0, 64, 0, 64, 56, 0, 64, 4, 3))
+    file.write(b"".join(sections))
+    file.seek(0x2000)
+    file.write(b"\\0.symtab\\0.strtab\\0.shstrtab\\0")
+    file.truncate(size)
+    code = mmap.PROT_READ | mmap.PROT_EXEC
+    mapped = mmap.mmap(file.fileno(), 4096, flags=mmap.MAP_PRIVATE, prot=code)
+print("ready", flush=True)
+threading.Event().wait()
+"""
+SPYING = """
+import asyncio, resource, sys
+from services.worker.agent.host.stack_reader import spy
+asyncio.run(spy(int(sys.argv[1])))
+print(resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss)
+"""
+
+
+def test_what_a_process_maps_takes_no_memory_of_the_agents(tmp_path: Path) -> None:
+    library = tmp_path / "libpython3.11.so.1.0"
+    command = [sys.executable, "-c", SWELLING, str(library)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        try:
+            assert process.stdout is not None
+            assert process.stdout.readline() == "ready\n"
+            spying = [sys.executable, "-c", SPYING, str(process.pid)]
+            said = subprocess.run(spying, capture_output=True, check=True, text=True).stdout
+        finally:
+            process.kill()
+    assert int(said) < 400 << 10  # KiB; three GiB without a limit
+
+
 def test_a_rank_that_became_a_program_of_another_user_costs_the_others_no_stacks() -> None:
     if os.geteuid():
         pytest.skip("only root can become another user")

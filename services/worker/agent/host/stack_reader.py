@@ -7,6 +7,7 @@ its default rights. Where it is not allowed, or py-spy is not installed, there i
 
 import asyncio
 import contextlib
+import resource
 import shutil
 import sys
 from asyncio.subprocess import Process
@@ -17,6 +18,7 @@ _WITHIN_S: Final = 4.0
 _TEXT_KEPT: Final = 24_000
 _MOST_SAID: Final = 8 << 20
 _LINE_DIGITS: Final = 9
+_MOST_MEMORY: Final = 256 << 20
 
 
 async def spy(pid: int) -> str | None:
@@ -36,6 +38,7 @@ async def spy(pid: int) -> str | None:
         )
     except OSError:  # no more processes or descriptors are to be had
         return None
+    _limit(dump.pid)
     try:
         async with asyncio.timeout(_WITHIN_S):
             said = await _beginning(dump)
@@ -51,6 +54,14 @@ async def spy(pid: int) -> str | None:
                 await dump.wait()
         return None
     return said.decode(errors="replace")[:_TEXT_KEPT] if dump.returncode == 0 else None
+
+
+def _limit(pid: int) -> None:
+    """Limit its memory: a rank may map a file that calls itself Python and has no end of names in it."""
+    with contextlib.suppress(OSError):  # it has ended already
+        _, most = resource.prlimit(pid, resource.RLIMIT_DATA)
+        own = _MOST_MEMORY if most == resource.RLIM_INFINITY else min(_MOST_MEMORY, most)
+        resource.prlimit(pid, resource.RLIMIT_DATA, (own, most))
 
 
 async def _beginning(dump: Process) -> bytes | None:
