@@ -49,10 +49,10 @@ async def tell_of_retyped_senders(redis: Redis, redis_url: str) -> None:
         redis.delete(FACT_SENDERS)
         async with asyncio.timeout(60):
             await outbox.emptied()
-            told = [entry.body for entry in await ports.facts.next(2, 0.01)]
+            told = [entry.body for entry in await ports.facts.next(128, 0.01)]
             outbox.tell(NodeLeft(node_id=NODE, incarnation="last"))
             await outbox.emptied()
-            while entries := await ports.facts.next(2, 0.01):
+            while entries := await ports.facts.next(128, 0.01):
                 told += [entry.body for entry in entries]
         lives = [json.loads(fact)["incarnation"] for fact in told]
         assert lives == ["first"] * (len(lives) - 1) + ["last"]

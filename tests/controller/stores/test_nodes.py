@@ -66,6 +66,20 @@ async def test_whatever_one_agent_puts_into_the_order_all_facts_of_others_come(
                 assert await ports.facts.next(2, 0.01) == []
 
 
+async def test_who_adds_facts_without_end_holds_up_none_of_another(redis_url: str) -> None:
+    with Redis.from_url(redis_url, decode_responses=True) as redis:
+        redis.flushall()
+        async with redis_ports(redis_url) as ports:
+            await ports.facts.prepare()
+            redis.rpush(keys.FACT_SENDERS, "a")
+            append_fact(redis, "b", "of b")
+            told: list[str | None] = []
+            while "b" not in told:
+                assert len(told) < 20
+                redis.rpush(keys.node_facts("a"), *["of a"] * 20)
+                told += [entry.sender for entry in await ports.facts.next(8, 1)]
+
+
 async def test_nodes_and_leases_are_kept_apart(world: World) -> None:
     epoch = await world.ports.leadership.take("a")
     assert epoch is not None

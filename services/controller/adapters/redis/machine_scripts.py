@@ -135,18 +135,20 @@ for i = 4, 5 do
   while left > 0 and room > 0 do
     local sender = redis.call('LINDEX', KEYS[i], 0)
     if not sender then break end
-    local lacks = false
+    left = left - 1
     -- Any agent may name any node here: whose list has nothing, or is no list, is passed over.
     if #sender <= 64 then
       local list = ARGV[6] .. sender .. ARGV[7]
-      if take(list, redis.pcall('LINDEX', list, 0), ARGV[3], sender) then
-        -- While the senders have another type, or once they were deleted, facts wait that none of them stands for.
-        local senders = redis.call('LLEN', KEYS[4]) + redis.call('LLEN', KEYS[5])
-        lacks = redis.call('LLEN', list) >= senders
+      local taken = take(list, redis.pcall('LINDEX', list, 0), ARGV[3], sender)
+      -- While the senders have another type, or once they were deleted, facts wait that none of them stands for.
+      local senders = redis.call('LLEN', KEYS[4]) + redis.call('LLEN', KEYS[5])
+      while taken and left > 0 and room > 0 and redis.call('LLEN', list) >= senders do
+        taken = take(list, redis.call('LINDEX', list, 0), ARGV[3], sender)
+        left = left - 1
       end
     end
-    if not lacks then redis.call('LPOP', KEYS[i]) end
-    left = left - 1
+    -- Always: who adds facts to its own list without end must not hold up those of others.
+    redis.call('LPOP', KEYS[i])
   end
 end
 """
