@@ -1,11 +1,14 @@
 """Nodes, their leases and their facts, in Redis and in memory."""
 
+import asyncio
+
 import pytest
 from redis import Redis
 
 from services.contract.redis import redis_keys as keys
 from services.contract.words.states import NodeState
 from services.controller.adapters.redis import redis_ports
+from services.controller.adapters.redis.connection import MAX_BLOCK_S
 from services.controller.domain.errors import DeposedError, NotFoundError, StaleWriteError
 from services.controller.domain.scheduling.node import Drain, Measurement
 from tests.controller.agent_double import append_fact
@@ -42,6 +45,19 @@ async def test_a_fact_comes_with_the_node_that_told_it_in_the_order_of_all(world
     assert [one for one in told if one[1]] == of_now
     assert sorted(told, key=lambda one: one[0]) == [*of_now, ("3", None)]
     assert await facts.next(10, 0.01) == []
+
+
+async def test_while_agents_of_the_last_release_tell_facts_nobody_waits_long_for_those_of_others(
+    redis_url: str,
+) -> None:
+    with Redis.from_url(redis_url) as redis:
+        async with redis_ports(redis_url) as ports, asyncio.timeout(MAX_BLOCK_S / 2):
+            await ports.facts.prepare()
+            redis.rpush(keys.ARRIVED_FACTS, "0")
+            assert [entry.body for entry in await ports.facts.next(10, MAX_BLOCK_S)] == ["0"]
+            assert await ports.facts.next(10, MAX_BLOCK_S) == []
+            redis.rpush(keys.ARRIVED_FACTS, "1")
+            assert [entry.body for entry in await ports.facts.next(10, MAX_BLOCK_S)] == ["1"]
 
 
 @pytest.mark.parametrize("named", ["b", "nobody", "", "a:facts", "x" * 100_000, "\0", "é", "*"])

@@ -118,6 +118,7 @@ TAKE_FACTS: Final = """
 -- KEYS: facts, two lists of facts, two of their senders; of each two the older one first
 -- ARGV: how many, the fields of a fact and of its sender, the longest fact (of a longer one is kept that it was),
 -- about how long together, before and behind a node's id in the name of its list
+-- Answers how many came in the two lists.
 local left, longest, room = tonumber(ARGV[1]), tonumber(ARGV[4]), tonumber(ARGV[5])
 local function take(list, fact, ...)
   if type(fact) ~= 'string' then return false end
@@ -131,6 +132,7 @@ end
 for i = 2, 3 do
   while left > 0 and room > 0 and take(KEYS[i], redis.call('LINDEX', KEYS[i], 0)) do left = left - 1 end
 end
+local of_lists = ARGV[1] - left
 for i = 4, 5 do
   while left > 0 and room > 0 do
     local sender = redis.call('LINDEX', KEYS[i], 0)
@@ -151,4 +153,5 @@ for i = 4, 5 do
     redis.call('LPOP', KEYS[i])
   end
 end
+return of_lists
 """

@@ -1,5 +1,7 @@
 """Nodes and facts in Redis."""
 
+import math
+import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Final, NamedTuple, TypeVar, cast, get_args
 
@@ -32,6 +34,9 @@ _STEPS_A_READ: Final = 2_000
 # As PTTL says it, and the script of leases.
 _ABSENT: Final = -2
 _MISTYPED: Final = -3
+# So often facts of agents of the last release are looked for, while some come.
+_OLD_AGENTS_EVERY_S: Final = 0.25
+_OLD_AGENTS_FOR_S: Final = 120.0
 _FACT_LISTS: Final = (
     *(keys.TAKEN_FACTS, keys.ARRIVED_FACTS),
     *(keys.TAKEN_FACT_SENDERS, keys.FACT_SENDERS),
@@ -208,6 +213,7 @@ class RedisFacts:
     def __init__(self, clients: RedisClients) -> None:
         self._clients = clients
         self._take = clients.script(machine_scripts.TAKE_FACTS)
+        self._last_of_the_last_release = -math.inf
 
     async def prepare(self) -> None:
         """See ``FactQueue.prepare``."""
@@ -229,19 +235,23 @@ class RedisFacts:
         entries = await self._taken(limit)
         if entries:
             return entries
+        wait_s = min(timeout_s, MAX_BLOCK_S)
+        # For what agents of the last release tell nobody can wait at the same time.
+        if time.monotonic() - self._last_of_the_last_release < _OLD_AGENTS_FOR_S:
+            wait_s = min(wait_s, _OLD_AGENTS_EVERY_S)
         with self._clients.answering(keys.FACT_SENDERS, keys.TAKEN_FACT_SENDERS):
             # The one that is waited for goes into a list of its own, so that a controller which
             # ends here loses none, and what arrives behind it stays behind it.
             came = await self._clients.facts.blmove(
                 keys.FACT_SENDERS,
                 keys.TAKEN_FACT_SENDERS,
-                min(timeout_s, MAX_BLOCK_S),  # type: ignore[arg-type] # Redis takes parts of a second
+                wait_s,  # type: ignore[arg-type] # Redis takes parts of a second
             )
         return await self._taken(limit) if came is not None else []
 
     async def _taken(self, limit: int) -> list[FactEntry]:
         with self._clients.answering(keys.FACTS, *_FACT_LISTS):
-            await self._take(
+            of_the_last_release = await self._take(
                 keys=[keys.FACTS, *_FACT_LISTS],
                 args=[
                     limit,
@@ -252,6 +262,8 @@ class RedisFacts:
                     *keys.node_facts("|").split("|"),
                 ],
             )
+        if of_the_last_release:
+            self._last_of_the_last_release = time.monotonic()
         return await self._read(">", limit)
 
     async def acknowledge(self, ids: Sequence[str]) -> None:
