@@ -8,10 +8,13 @@ from services.contract.messages.facts import (
     FACT,
     ChainDamaged,
     CheckpointCorrupt,
+    CheckpointExported,
     CheckpointLost,
     CheckpointRetired,
+    CheckpointUnread,
     CheckpointVerified,
     Evaluated,
+    ExportFailed,
     Fact,
     GangDiagnosed,
     GangEnded,
@@ -23,13 +26,20 @@ from services.contract.messages.facts import (
     RankExit,
 )
 from services.contract.messages.findings import Findings, RankFinding
+from services.contract.storage.manifests import DamagedRecord
 from services.contract.words.bounds import MOST_ATTEMPTS, MOST_WHOLE
 from services.contract.words.ids import checkpoint_id, new_job_id
 from services.contract.words.states import CheckpointState, JobState
 from services.controller.domain.decisions.dispatch import decide, first_decision, was_told_to_load
 from services.controller.domain.decisions.recovery import MOST_FOUND, found_again
 from services.controller.domain.job.effects import Decision
-from services.controller.domain.job.events import FoundInStorage, GangFact, JobEvent
+from services.controller.domain.job.events import (
+    ExportAsked,
+    FoundInStorage,
+    GangFact,
+    JobEvent,
+    VerifyAsked,
+)
 from services.controller.domain.job.job import Job, Origin
 from services.controller.domain.scheduling.node import Lease
 from services.controller.ports.jobs import Actor
@@ -253,6 +263,33 @@ def test_that_a_checkpoint_is_lost_only_nodes_of_its_attempts_can_tell() -> None
     assert decide(job, foreign, NOW) == Decision(job)
     own = decide(job, foreign.model_copy(update={"node_id": NODE}), NOW).job
     assert own.checkpoints[name].state is CheckpointState.ABORTED
+
+
+def test_what_storage_holds_of_a_job_its_own_nodes_can_tell_and_those_that_were_asked() -> None:
+    job = played(running(), saved(running(), 10)).job
+    name = checkpoint_id(job.id, 10, 1)
+    about = {"job_id": job.id, "fence": 1, "node_id": "loom-7", "checkpoint_id": name}
+    broken = {"number": 2, "name": "00000002.json", "reason": "no JSON"}
+    facts: list[GangFact] = [
+        corrupt(job, name).model_copy(update={"node_id": "loom-7"}),
+        ChainDamaged.model_validate(about | {"records": [broken]}),
+        CheckpointVerified.model_validate(about | {"bytes": 1}),
+        CheckpointUnread.model_validate(about | {"reason": "no mount"}),
+        CheckpointExported.model_validate(about | {"files": ["a"], "bytes": 1}),
+        ExportFailed.model_validate(about | {"reason": "no room"}),
+    ]
+    for fact in facts:
+        assert decide(job, fact, NOW) == Decision(job)
+        for asked in (VerifyAsked(name, "loom-7"), ExportAsked(name, "loom-7")):
+            reading = decide(job, asked, NOW).job
+            assert decide(reading, fact, NOW).job.checkpoints != reading.checkpoints
+    linked_elsewhere = linked(job, 20, number=3).model_copy(update={"node_id": "loom-7"})
+    assert decide(job, linked_elsewhere, NOW) == Decision(job)
+    told = found(job).model_copy(
+        update={"node_id": "loom-7", "damaged": (DamagedRecord.model_validate(broken),)}
+    )
+    after = decide(job, FoundInStorage(told, {}), NOW).job
+    assert after.checkpoints[name].state is CheckpointState.COMMITTED
 
 
 def test_of_damaged_records_few_are_noted_and_all_of_their_checkpoints_are_corrupt() -> None:

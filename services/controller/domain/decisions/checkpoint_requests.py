@@ -3,6 +3,8 @@
 Asking again for what is already so, or already under way, changes nothing but may be sent again.
 """
 
+from typing import Final
+
 from services.contract.messages.commands import ExportCheckpoint, RetireCheckpoint, VerifyCheckpoint
 from services.contract.messages.facts import CheckpointExported, ExportFailed
 from services.contract.words.states import CheckpointState
@@ -14,6 +16,7 @@ from services.controller.domain.job.effects import Draft
 from services.controller.domain.job.events import ExportAsked, PinAsked, RemovalAsked, VerifyAsked
 from services.controller.domain.job.job import Job
 
+_READERS_KEPT: Final = 8
 _KEPT_STATES = frozenset({CheckpointState.COMMITTED, CheckpointState.CORRUPT})
 
 
@@ -46,7 +49,7 @@ def on_verify(event: VerifyAsked, draft: Draft) -> None:
     """
     known = _kept(draft.job, event.checkpoint_id, "verified")
     command = VerifyCheckpoint(job_id=draft.job.id, fence=draft.job.fence, checkpoint_id=known.id)
-    draft.send(command, [event.node_id])
+    _ask(draft, command, event.node_id)
     draft.note(
         "checkpoint.verifying",
         f"checkpoint of step {known.step}: {event.node_id} reads every file",
@@ -69,7 +72,7 @@ def on_export(event: ExportAsked, draft: Draft) -> None:
         raise StateConflictError(f"checkpoint {known.id} is corrupt: {known.reason}")
     _put(draft, known.model_copy(update={"export": Export()}))
     command = ExportCheckpoint(job_id=draft.job.id, fence=draft.job.fence, checkpoint_id=known.id)
-    draft.send(command, [event.node_id])
+    _ask(draft, command, event.node_id)
     draft.note(
         "checkpoint.exporting",
         f"checkpoint of step {known.step}: {event.node_id} exports its model",
@@ -131,6 +134,13 @@ def on_removal(event: RemovalAsked, draft: Draft) -> None:
         )
     command = RetireCheckpoint(job_id=job.id, fence=job.fence, checkpoint_id=known.id)
     draft.send(command, [event.node_id])
+
+
+def _ask(draft: Draft, command: VerifyCheckpoint | ExportCheckpoint, node_id: str) -> None:
+    """Command a node to read storage, and know it by that: what others say of it is ignored."""
+    others = [name for name in draft.job.readers if name != node_id]
+    draft.change(readers=(*others, node_id)[-_READERS_KEPT:])
+    draft.send(command, [node_id])
 
 
 def _refuse_removal(job: Job, known: Checkpoint) -> None:

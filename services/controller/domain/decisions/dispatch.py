@@ -1,6 +1,6 @@
 """The one door to all decisions about a job: ``decide(job, event, now) -> decision``."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any, Final, TypeVar
 
 from services.contract.messages.facts import (
@@ -216,17 +216,14 @@ def is_stale(job: Job, event: JobEvent) -> bool:
 def is_foreign(job: Job, event: JobEvent) -> bool:
     """Whether a fact comes from a node without ranks of the attempt, or speaks of another job's checkpoint.
 
-    An attempt that is to load a checkpoint, of whichever job, may find it corrupt. What storage holds any node
-    may tell, but not what it will never hold.
+    An attempt that is to load a checkpoint, of whichever job, may find it corrupt. What storage holds may tell
+    the nodes of all its attempts and those that were asked to read it, and that a checkpoint is removed any node.
     """
     if not isinstance(event, GangFact):
         return False
-    # Of names that no attempt has, any number could be kept in its record.
-    is_of_attempt = not isinstance(event, (*_TRUE_AT_ANY_FENCE, JobPurged))
-    attempts = [job.attempt] if is_of_attempt and job.attempt is not None else []
-    # Ranks that write it, and who is commanded to commit it, are on nodes of one of them.
-    attempts = list(job.attempts) if isinstance(event, CheckpointLost) else attempts
-    if attempts and all(event.node_id not in each.incarnations for each in attempts):
+    # It is of another job, whose attempt was told to load this one's checkpoint.
+    is_of_clone = isinstance(event, CheckpointCorrupt) and event.job_id != job.id
+    if not is_of_clone and event.node_id not in _who_may_tell(job, event):
         return True
     # An end of ranks that a node has not says nothing of those that it has.
     if isinstance(event, GangEnded) and event.exits:
@@ -240,6 +237,17 @@ def is_foreign(job: Job, event: JobEvent) -> bool:
     if named is None or job_of_checkpoint(named) == job.id:
         return False
     return not (isinstance(event, CheckpointCorrupt) and was_told_to_load(job, event))
+
+
+def _who_may_tell(job: Job, event: GangFact) -> Collection[str]:
+    # Of names that no attempt has, any number could be kept in its record.
+    if isinstance(event, CheckpointRetired | JobPurged) or not job.attempts:
+        return (event.node_id,)
+    if not isinstance(event, _TRUE_AT_ANY_FENCE):
+        return job.attempts[-1].incarnations
+    # Ranks that write a checkpoint, and who is commanded to commit it, are on nodes of one of them.
+    is_of_ranks = isinstance(event, CheckpointLinked | CheckpointLost)
+    return job.attempt_nodes if is_of_ranks else job.attempt_nodes.union(job.readers)
 
 
 def was_told_to_load(job: Job, found: CheckpointCorrupt) -> bool:

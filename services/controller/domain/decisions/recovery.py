@@ -93,7 +93,8 @@ def on_found(event: FoundInStorage, draft: Draft) -> None:
         draft.note("checkpoint.pinned", words, checkpoint=new.id, step=new.step)
     if fact.fence > job.fence and job.attempt is None:
         draft.change(fence=fact.fence)
-    if fact.damaged:
+    # Of a job that Redis never lost, a node that none of its attempts had has nothing to tell but what it lacks.
+    if fact.damaged and (job.found or fact.node_id in job.attempt_nodes):
         damage = ChainDamaged(
             job_id=job.id, fence=fact.fence, node_id=fact.node_id, records=fact.damaged
         )

@@ -72,7 +72,8 @@ class Job(Record):
     not bring them back. ``damaged_records`` are numbers of its commit chain that cannot be read.
     ``revision`` counts what people changed of the spec. ``holds`` names, by
     checkpoint, the clones that still begin with it: retention keeps it for them. ``purge_node`` is
-    the node whose agent removes all that storage holds of the job. ``attempts``: the first one and
+    the node whose agent removes all that storage holds of the job. ``readers``: the nodes that were last asked to
+    verify or export a checkpoint. ``attempts``: the first one and
     the newest; ``attempts_left_out`` counts those in between that are no longer kept. ``estimate``:
     the plan's figures, by which it runs. ``found``: storage told of it, and its ranks may still
     train. ``throughput_unit`` and ``loss_unit``: as its ranks told. ``planning``: its layout is still to be chosen. ``asked``: its spec as far as it was open
@@ -115,6 +116,7 @@ class Job(Record):
     origin: Origin | None = None
     found: bool = False
     purge_node: str | None = None
+    readers: tuple[str, ...] = ()
     holds: dict[CheckpointId, tuple[JobId, ...]] = Field(default_factory=dict)
     traces: tuple[Trace, ...] = ()
     checkpoints: dict[CheckpointId, Checkpoint] = Field(default_factory=dict, exclude=True)
@@ -171,6 +173,11 @@ class Job(Record):
     def head_node(self) -> str | None:
         """The node of rank 0 of the newest attempt."""
         return None if self.plan is None else self.plan.ranks[0].node_id
+
+    @property
+    def attempt_nodes(self) -> frozenset[str]:
+        """The nodes of all attempts that are kept."""
+        return frozenset(node for attempt in self.attempts for node in attempt.incarnations)
 
     def ranks_on(self, node_id: str) -> frozenset[int]:
         """The ranks that the newest attempt has on a node."""
