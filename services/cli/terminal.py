@@ -15,6 +15,7 @@ from rich.text import Span, Text
 
 from services.contract.words.control_characters import harmless
 
+_WIDTH: Final = 80
 _FURTHER_LINE: Final = re.compile(r"(?<!^)\n(?=[^ \n])")
 
 
@@ -35,6 +36,8 @@ class Terminal(Console):
 
     def __init__(self, **options: Any) -> None:  # noqa: ANN401 passed through to rich
         super().__init__(markup=False, emoji=False, highlight=False, **options)
+        if self.width < 1:  # as COLUMNS=0 says, with which nothing would be printed
+            self.width = _WIDTH
 
     def render_str(self, text: str, **options: Any) -> Text:  # noqa: ANN401 passed through to rich
         """A string as text, before its width is measured."""

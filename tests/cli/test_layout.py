@@ -177,3 +177,10 @@ def test_details_wrap_sentences_between_words_and_never_what_is_copied() -> None
     ]
     styled = shown(lambda: Details([("state", Text("RUNNING", "cyan"))]), 26)
     assert styled == "state  RUNNING\n"
+
+
+def test_a_terminal_of_no_columns_is_written_to_as_if_it_had_some(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("COLUMNS", "0")
+    assert Terminal().width == 80
