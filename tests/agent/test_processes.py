@@ -148,3 +148,53 @@ def test_nobody_traces_most_processes() -> None:
     with running("ready()") as (process, _):
         assert kill_tracers(process.pid) == []
         assert kill_tracers(1 << 30) == []
+
+
+# A process and its child, each of which brings the other back where it sees it die.
+BRINGING_BACK = """
+from services.worker.rank.process.warm import children, end_strays
+libc.prctl(36, 1, 0, 0, 0)
+reading, writing = os.pipe()
+import time
+over_at = time.monotonic() + 10
+def worker(parent):
+    libc.prctl(1, signal.SIGUSR1, 0, 0, 0)
+    os.write(writing, b"w")
+    while time.monotonic() < over_at:
+        if os.getppid() != parent or signal.sigtimedwait({signal.SIGUSR1}, 0.01):
+            supervisor()
+def supervisor():
+    os.setsid()
+    os.write(writing, b"s")
+    own = os.getpid()
+    while time.monotonic() < over_at:
+        if os.fork() == 0:
+            worker(own)
+            os._exit(0)
+        os.wait()
+    os._exit(0)
+signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGUSR1})
+if os.fork() == 0:
+    supervisor()
+started = os.read(reading, 1) + os.read(reading, 1)
+end_strays(())
+while children():
+    os.waitpid(-1, 0)
+os.set_blocking(reading, False)
+try:
+    started += os.read(reading, 100)
+except BlockingIOError:
+    pass
+print(started.decode(), flush=True)
+"""
+
+
+def test_of_processes_that_bring_each_other_back_none_outlives_the_one_that_left_them() -> None:
+    with subprocess.Popen(
+        [sys.executable, "-c", PRELUDE + BRINGING_BACK],
+        stdout=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    ) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "sw\n"

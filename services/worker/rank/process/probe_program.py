@@ -26,7 +26,7 @@ from pydantic import BaseModel
 
 from services.contract.messages.rank_stacks import STACKS_SIGNAL
 from services.contract.system.rank_user import RankUser
-from services.worker.rank.process.warm import children, die_with_parent
+from services.worker.rank.process.warm import children, die_with_parent, end_strays
 
 _PR_SET_CHILD_SUBREAPER: Final = 36
 _FAILED: Final = 1
@@ -120,10 +120,8 @@ def _see_to_its_end(child: int, agent: socket.socket) -> NoReturn:
     for number in (STACKS_SIGNAL, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
     with contextlib.suppress(ChildProcessError):
-        while left := children():
-            for each in left:
-                with contextlib.suppress(ProcessLookupError, PermissionError):
-                    os.kill(each, signal.SIGKILL)
+        while children():
+            end_strays(())
             os.waitpid(-1, 0)
     _report(agent, os.waitstatus_to_exitcode(status))
 

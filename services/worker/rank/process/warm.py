@@ -13,7 +13,9 @@ import selectors
 import signal
 import socket
 import sys
+import time
 import traceback
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final, NoReturn
@@ -42,6 +44,7 @@ _NOT_STARTED: Final = 70  # EX_SOFTWARE: the rank failed before its trainer was 
 _GIB: Final = 1 << 30
 _DIES_BEFORE_BY: Final = 500
 _LAST_BUT_PROBES: Final = 999
+_STOPPED_WITHIN_S: Final = 5.0
 _prctl = ctypes.CDLL(None).prctl
 
 
@@ -133,11 +136,7 @@ class WarmProcess:
                 if pid in self._ranks and not os.WIFSTOPPED(status):
                     self._ranks.discard(pid)
                     self._channel.send(_reaped(pid, status))
-        # Whatever mark or session they have; their own children come here in turn.
-        for pid in set(children()) - self._ranks:
-            # Of another user by now, by a program such as sudo: it must not end this process.
-            with contextlib.suppress(ProcessLookupError, PermissionError):
-                os.kill(pid, signal.SIGKILL)
+        end_strays(self._ranks)
 
     def _become_rank(
         self, warm: int, asked: ForkRank, descriptors: tuple[int, ...], later: list[int]
@@ -239,6 +238,47 @@ def children() -> list[int]:
         return [int(pid) for pid in listing.read_text().split()]
     except FileNotFoundError:  # a kernel without CONFIG_PROC_CHILDREN
         return []
+
+
+def end_strays(spared: Collection[int]) -> None:
+    """Kill the children of this process but ``spared``, and all below them, whatever mark or session they have.
+
+    They are stopped first, until a look finds none that was not: those that fork without end, a few hundred at a
+    time, would else be there again as fast as they are killed. Blocking, for some seconds at most.
+    """
+    until = time.monotonic() + _STOPPED_WITHIN_S
+    stopped: set[int] = set()
+    while new := _below(set(children()).difference(spared)) - stopped:
+        _signal(new, signal.SIGSTOP)
+        stopped |= new
+        if time.monotonic() > until:
+            break
+    _signal(stopped, signal.SIGKILL)
+
+
+def _below(pids: set[int]) -> set[int]:
+    """These processes and all that descend from them."""
+    found, todo = set(pids), list(pids)
+    while todo:
+        new = set(_children_of(todo.pop())) - found
+        found |= new
+        todo += new
+    return found
+
+
+def _children_of(pid: int) -> list[int]:
+    found: list[int] = []
+    with contextlib.suppress(OSError):  # it has ended
+        for thread in Path(f"/proc/{pid}/task").iterdir():
+            found += map(int, (thread / "children").read_text().split())
+    return found
+
+
+def _signal(pids: Iterable[int], number: signal.Signals) -> None:
+    for pid in pids:
+        # Of another user by now, by a program such as sudo: it must not end this process.
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.kill(pid, number)
 
 
 def _redirect_output(folder: Path, rank: int, mask: Mask) -> None:
