@@ -145,7 +145,10 @@ class FSDPState(ShardedUnit):
             self.prefetch_in_forward()
             self.finish_unshard()
             if is_first:
-                args, kwargs = call_after_backward((args, kwargs), self._post_backward, copies)
+                # Without parameters there is nothing to do then, and autograd adds up an input's
+                # gradients in the order in which the model used it.
+                if self._params.are_any:
+                    args, kwargs = call_after_backward((args, kwargs), self._post_backward, copies)
                 self.context.prefetch_forward(self._index, self.prefetch_after_forward)
             # What comes next is on its way, and overlaps the copies out.
             self.context.comm.let_go_gathered()

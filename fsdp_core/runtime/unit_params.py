@@ -48,6 +48,11 @@ class UnitParams:
         self._tracer = tracer
 
     @property
+    def are_any(self) -> bool:
+        """Whether there are parameters at all, its own or borrowed."""
+        return bool(self._used)
+
+    @property
     def are_owed(self) -> bool:
         """Whether other units went backward since gradients were taken, or still do.
 

@@ -16,6 +16,7 @@ from fsdp_core import MixedPrecisionPolicy, fully_shard
 from tests.engine.gang import Gangs, RankContext
 from tests.engine.models import decoder, loss_of, tokens_of
 from tests.engine.sharded import unit
+from tests.engine.versus import engines
 
 pytestmark = pytest.mark.ranks
 
@@ -85,6 +86,38 @@ def test_more_ranks_sum_in_the_order_of_the_reference(gangs: Gangs, world: int) 
 
 def test_one_rank_trains_as_the_reference_does(gangs: Gangs) -> None:
     gangs(1).run(compare_with_reference, Case("bf16", torch.bfloat16, torch.float32))
+
+
+class Reused(nn.Module):
+    """Uses its input several times, and has no parameters besides those of a unit below."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(64, 64)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return cast("torch.Tensor", self.layer(x)) + x.tanh() * 1.7 + x.sin() / 3
+
+
+def test_a_unit_without_parameters_sums_in_the_order_of_the_reference(gangs: Gangs) -> None:
+    gangs(2).run(check_unit_without_parameters)
+
+
+def check_unit_without_parameters(ctx: RankContext) -> None:
+    grads = []
+    for engine in engines():
+        torch.manual_seed(0)
+        embed, reused = nn.Linear(64, 64), Reused()
+        model: Any = nn.ModuleList([embed, reused]).to(ctx.device)
+        for each in (reused.layer, reused, embed):
+            engine.shard(each, mesh=ctx.mesh)
+        hidden = embed(ctx.batch(0, 64, 64))
+        torch.autograd.backward((reused(hidden) * hidden + hidden.cos()).square().mean())
+        grads.append([local(param.grad) for param in model.parameters()])
+    for grad, expected in zip(*grads, strict=True):
+        assert grad is not None
+        assert expected is not None
+        assert torch.equal(grad, expected)
 
 
 def compare_with_reference(ctx: RankContext, case: Case) -> None:
