@@ -12,7 +12,8 @@ import torch
 from torch import nn
 
 from fsdp_core import torch_private
-from fsdp_core.runtime.tensor_tree import Copies, grad_tensors, map_tensors
+from fsdp_core.runtime.copies import Copies
+from fsdp_core.runtime.tensor_tree import grad_tensors, map_tensors
 
 T = TypeVar("T")
 

@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, TypeVar
 from torch import nn
 
 from fsdp_core import torch_private
-from fsdp_core.runtime.tensor_tree import Copies, map_tensors
+from fsdp_core.runtime.copies import Copies
+from fsdp_core.runtime.tensor_tree import map_tensors
 
 if TYPE_CHECKING:
     import torch

@@ -18,11 +18,12 @@ from fsdp_core.runtime.autograd_boundary import (
     call_with_grads,
     weakly,
 )
+from fsdp_core.runtime.copies import Copies
 from fsdp_core.runtime.forward import Casting, ForwardCalls
 from fsdp_core.runtime.observer import ObserverRelay
 from fsdp_core.runtime.root_context import RootContext
 from fsdp_core.runtime.sharded_unit import ShardedUnit
-from fsdp_core.runtime.tensor_tree import Copies, grad_tensors, has_no_tensor
+from fsdp_core.runtime.tensor_tree import grad_tensors, has_no_tensor
 from fsdp_core.runtime.tree import Member, form_tree
 from fsdp_core.states import TrainingState
 
