@@ -51,7 +51,8 @@ def set_parameter(module: nn.Module, name: str, parameter: nn.Parameter) -> None
 
 def parameter_at(module: nn.Module, name: str) -> torch.Tensor | None:
     """What is registered as `name`, which `torch.func` may have replaced by a tensor; None if nothing is."""
-    return module._parameters.get(name)
+    table = module._parameters  # a compiled one of TorchScript has no `get`
+    return table[name] if name in table else None  # noqa: SIM401 - see above
 
 
 def parameter_table(module: nn.Module) -> dict[str, nn.Parameter | None] | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -25,6 +26,7 @@ from fsdp_core import MixedPrecisionPolicy, fully_shard
 from fsdp_core.runtime import FSDPState
 from tests.engine.gang import Gangs, RankContext
 from tests.engine.sharded import held_unsharded_bytes, state, unit
+from tests.engine.versus import assert_equal, engines, train
 
 pytestmark = pytest.mark.ranks
 
@@ -154,6 +156,23 @@ def check_packed(ctx: RankContext) -> None:
     out = model(pack_sequence(rows))
     torch.autograd.backward(out.data.float().sum())
     assert all(p.grad is not None for p in model.parameters())
+
+
+def test_a_traced_module_trains_as_over_the_reference(gangs: Gangs) -> None:
+    gangs(2).run(check_traced)
+
+
+def check_traced(ctx: RankContext) -> None:
+    traces = []
+    for engine in engines():
+        torch.manual_seed(5)
+        layer = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh())
+        with warnings.catch_warnings(action="ignore", category=DeprecationWarning):
+            traced = torch.jit.trace(layer, torch.ones(2, WIDTH))  # type: ignore[no-untyped-call]  # PyTorch's
+        model = nn.Sequential(nn.Linear(WIDTH, WIDTH), traced).to(ctx.device)
+        engine.shard(model, mesh=ctx.mesh)
+        traces.append(train(model, lambda m, step: m(ctx.batch(step, 2, WIDTH)).square().sum()))
+    assert_equal(*traces)
 
 
 def test_unused_outputs_and_values_that_are_no_tensors(gangs: Gangs) -> None:
