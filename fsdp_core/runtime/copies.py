@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-from collections.abc import Iterator, MutableMapping
+from collections.abc import Collection, Iterable, Iterator, Mapping, MutableMapping
 from typing import TypeVar, cast
 
 Container = TypeVar("Container")
 
 
 class Copies:
-    """Lists, sets, dicts and dataclasses of which a module was given copies, with other tensors in them.
+    """Lists, sets, dicts and dataclasses that a module is given, some of them copied with other tensors.
 
     The module may write to them what its caller reads: losses, or what it wants to find again.
     """
@@ -25,35 +25,68 @@ class Copies:
         self._originals[id(new)] = (old, new)  # what lives keeps its number
 
     def note_container(self, old: object, new: object) -> None:
-        """The same of a container, whose content may change."""
+        """The same of a container, whose content may change, unless it is a tuple."""
         self.note(old, new)
         for theirs, ours in zip(_parts(old), _parts(new), strict=True):
             self._made.append((theirs, ours, _content(ours)))
 
-    def write_back(self) -> list[object]:
-        """Makes the changes of each copy to its original; returns the values that are new there."""
-        written: list[object] = []
+    def watch(self, containers: Iterable[object]) -> None:
+        """Takes note of what is in those that were not copied: the module may put copies there."""
+        for container in containers:
+            if id(container) not in self._originals:
+                self._made += [(part, part, _content(part)) for part in _parts(container)]
+
+    def written(self) -> list[object]:
+        """The values that the module has put into containers, copied or not."""
+        found: list[object] = []
+        for _, new, before in reversed(self._made):
+            now = _content(new)
+            found += [now[key] for key in _changed(before, now)]
+        return [value for value in found if id(value) not in self._originals]
+
+    def write_back(self, made: Iterable[object]) -> None:
+        """Makes the changes of each copy to its original.
+
+        Args:
+            made: Containers among what was written, which may have copies in them.
+        """
         for old, new, before in reversed(self._made):
             now = _content(new)
-            changed = {
-                key: v for key, v in now.items() if key not in before or v is not before[key]
-            }
-            if not changed and len(now) == len(before):
-                continue
-            written += [value for value in changed.values() if id(value) not in self._originals]
-            if isinstance(old, list):
-                old[:] = [self._original(value) for value in now.values()]
-                continue
-            if isinstance(old, set):
-                old.clear()
-                old.update(self._original(value) for value in now.values())
-                continue
-            target = cast("MutableMapping[object, object]", old)
-            for key in before.keys() - now.keys():
+            changed = _changed(before, now)
+            if changed or len(now) != len(before):
+                self._fill(old, now, changed, before.keys() - now.keys())
+        for part in [part for container in made for part in _parts(container)]:
+            content = _content(part)
+            self._fill(part, content, list(content), ())
+
+    def _fill(
+        self,
+        part: object,
+        copied: Mapping[object, object],
+        changed: Collection[object],
+        gone: Iterable[object],
+    ) -> None:
+        content = {key: self._original(value) for key, value in copied.items()}
+        held = _content(part)
+        if held.keys() == content.keys() and all(held[key] is content[key] for key in changed):
+            return
+        if isinstance(part, list):
+            part[:] = content.values()
+            return
+        if isinstance(part, set):
+            part.clear()
+            part.update(content.values())
+            return
+        target = cast("MutableMapping[object, object]", part)
+        for key in gone:
+            if key in target:
                 del target[key]
-            for key, value in changed.items():
-                target[key] = self._original(value)
-        return written
+        for key in changed:
+            target[key] = content[key]
+        if list(target) != list(content):  # a key was taken out and put in again
+            for key, value in content.items():
+                del target[key]
+                target[key] = value
 
     def _original(self, value: object) -> object:
         while id(value) in self._originals:
@@ -90,6 +123,10 @@ def _content(part: object) -> dict[object, object]:
     if isinstance(part, set):
         return {id(item): item for item in part}
     return {**cast("MutableMapping[object, object]", part)}
+
+
+def _changed(before: Mapping[object, object], now: Mapping[object, object]) -> list[object]:
+    return [key for key, v in now.items() if key not in before or v is not before[key]]
 
 
 class _Slots(MutableMapping[str, object]):

@@ -23,7 +23,7 @@ from fsdp_core.runtime.forward import Casting, ForwardCalls
 from fsdp_core.runtime.observer import ObserverRelay
 from fsdp_core.runtime.root_context import RootContext
 from fsdp_core.runtime.sharded_unit import ShardedUnit
-from fsdp_core.runtime.tensor_tree import grad_tensors, has_no_tensor
+from fsdp_core.runtime.tensor_tree import containers_in, grad_tensors, has_no_tensor
 from fsdp_core.runtime.tree import Member, form_tree
 from fsdp_core.states import TrainingState
 
@@ -153,13 +153,15 @@ class FSDPState(ShardedUnit):
                 self.context.prefetch_forward(self._index, self.prefetch_after_forward)
             # What comes next is on its way, and overlaps the copies out.
             self.context.comm.let_go_gathered()
+        copies.watch(containers_in((args, *kwargs.values())))
         return args, kwargs
 
     @torch_private.opaque_to_dynamo
     def post_forward(self, module: nn.Module, _: Args, output: object) -> object:
         """Reshards the parameters, unless they are kept, and registers the pre-backward hook."""
         with torch_private.outside_selective_checkpoint():
-            written = self._copies.pop().write_back() if self._copies else []
+            copies = self._copies.pop() if self._copies else Copies()
+            written = copies.written()
             if not self._is_recomputing:
                 if written:
                     # Backward may begin with a loss that was left there.
@@ -171,6 +173,8 @@ class FSDPState(ShardedUnit):
                     # This part may go backward before the rest, after it, or alone.
                     call_with_grads(output, self._pre_partial_backward)
             output = self._casting.output(output)
+            # Hooks are on the copies by now: those of the originals would outlast the forward.
+            copies.write_back(containers_in(written))
         self._has_returned = True
         return output
 

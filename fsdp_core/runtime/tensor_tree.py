@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from typing import Any, TypeAlias, TypeVar, cast
 
 import torch
@@ -43,6 +43,13 @@ def grad_tensors(tree: object) -> list[torch.Tensor]:
 def has_no_tensor(tree: object) -> bool:
     """Whether `map_tensors` finds nothing in `tree`."""
     return not _tensors(tree)
+
+
+def containers_in(tree: object) -> Collection[object]:
+    """All containers that `map_tensors` looks into, `tree` itself included, each once."""
+    seen: dict[int, object] = {}
+    _collect(tree, [], seen)
+    return seen.values()
 
 
 def _tensors(tree: object) -> list[torch.Tensor]:
@@ -127,8 +134,7 @@ class _Mapping:
             result = type(tree)(*items)
         else:
             result = type(tree)(items)
-        if isinstance(tree, list | set):
-            self._note(tree, result)
+        self._note(tree, result)
         return result
 
     def _apply_to_dict(self, tree: Tree) -> object:

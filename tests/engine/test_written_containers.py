@@ -75,6 +75,24 @@ def write_part(layer: nn.Module, box: dict[str, Any], losses: list[torch.Tensor]
     box["losses"].append(layer(box["hidden"]).sum())
 
 
+def write_empty(layer: nn.Module, x: torch.Tensor, losses: list[torch.Tensor]) -> torch.Tensor:
+    hidden: torch.Tensor = layer(x).tanh()
+    losses.append(layer(hidden).sum())  # backward reaches it first
+    return hidden
+
+
+def write_moved(layer: nn.Module, box: dict[str, Any], empty: list[Any]) -> None:
+    if not empty:
+        empty.extend([box, [box]])
+    for same in (box, empty[0], empty[1][0]):
+        same["hidden"] = layer(same["hidden"]).tanh()
+
+
+def write_order(layer: nn.Module, box: dict[str, torch.Tensor]) -> None:
+    first = next(iter(box))
+    box[first] = layer(box.pop(first)).tanh()
+
+
 class Boxed(nn.Module):
     """Passes a box to a function."""
 
@@ -82,8 +100,8 @@ class Boxed(nn.Module):
         super().__init__()
         self.layer = nn.Linear(WIDTH, WIDTH)
 
-    def forward(self, write: Callable[..., None], *boxes: object) -> None:
-        write(self.layer, *boxes)
+    def forward(self, write: Callable[..., object], *boxes: object) -> object:
+        return write(self.layer, *boxes)
 
 
 def with_losses(x: torch.Tensor) -> tuple[dict[str, Any], list[torch.Tensor]]:
@@ -95,7 +113,18 @@ def a_noted_dict(x: torch.Tensor) -> tuple[NotedDict]:
     return (NotedDict(hidden=x),)
 
 
-BOXES: dict[str, tuple[Callable[..., None], Callable[..., Any], Callable[..., Any]]] = {
+def moved(box: dict[str, Any], empty: list[Any]) -> torch.Tensor:
+    assert empty[0] is box
+    assert empty[1][0] is box
+    hidden: torch.Tensor = box["hidden"]
+    return hidden
+
+
+def first_of(box: dict[str, torch.Tensor]) -> torch.Tensor:
+    return torch.stack([value * place for place, value in enumerate(box.values())])
+
+
+BOXES: dict[str, tuple[Callable[..., object], Callable[..., Any], Callable[..., Any]]] = {
     "attribute of a dict": (write_attribute, lambda x: [OwnDict(hidden=x)], lambda b: b.hidden),
     "key of such a dict": (write_key, lambda x: [OwnDict(hidden=x)], lambda b: b.hidden),
     "beside the keys": (write_beside, a_noted_dict, lambda b: b.note),
@@ -103,6 +132,9 @@ BOXES: dict[str, tuple[Callable[..., None], Callable[..., Any], Callable[..., An
     "slots": (write_attribute, lambda x: [Slotted(x)], lambda b: b.hidden),
     "set": (write_set, lambda x: [{x}], lambda b: next(iter(b))),
     "one list twice": (write_alias, lambda x: [[x]] * 2, lambda b, _: torch.stack(b)),
+    "empty list": (write_empty, lambda x: [x, []], lambda _, losses: torch.stack(losses)),
+    "moved to an empty list": (write_moved, lambda x: [{"hidden": x}, []], moved),
+    "order of keys": (write_order, lambda x: [{"a": x, "b": x * 2}], first_of),
     "a list and its owner": (write_part, with_losses, lambda _, losses: torch.stack(losses)),
 }
 
@@ -125,15 +157,37 @@ def check_box(ctx: RankContext, kind: str) -> None:
     def loss(units: nn.ModuleList, rank: int) -> torch.Tensor:
         x = RankContext(rank, ctx.world, ctx.device, ctx.mesh).batch(0, 3, WIDTH)
         boxes = make(x.requires_grad_())
+        total = torch.zeros((), device=ctx.device)
         for each in units:
-            each(write, *boxes)
-        return cast("torch.Tensor", read(*boxes)).square().sum()
+            if isinstance(output := each(write, *boxes), torch.Tensor):
+                boxes[0], total = output, output.sum()
+        return total + cast("torch.Tensor", read(*boxes)).square().sum()
 
     for rank in range(ctx.world):
         torch.autograd.backward(loss(plain, rank) / ctx.world)
     torch.autograd.backward(loss(model, ctx.rank))
     assert all(param.grad is not None for param in model.parameters())
     assert_same_full(model, plain, rtol=1e-5, atol=1e-6)
+
+
+def test_an_input_that_a_unit_returns_in_a_list_gets_no_hook(gangs: Gangs) -> None:
+    gangs(2).run(check_returned_input)
+
+
+def check_returned_input(ctx: RankContext) -> None:
+    def write(layer: nn.Module, x: torch.Tensor, seen: list[Any]) -> list[Any]:
+        seen += [x, layer(x), [x]]
+        return seen
+
+    model = ours().shard(Boxed().to(ctx.device), mesh=ctx.mesh)
+    x = ctx.batch(0, 3, WIDTH).requires_grad_()
+    with pytest.warns(UserWarning, match="returned a view tensor"):
+        seen = model(write, x, [])
+    assert seen[0] is x
+    assert seen[2][0] is x
+    assert not x._backward_hooks
+    torch.autograd.backward((seen[0] * seen[1]).sum())
+    assert x.grad is not None
 
 
 def test_a_container_that_contains_itself_is_refused(gangs: Gangs) -> None:
