@@ -198,3 +198,32 @@ def test_of_processes_that_bring_each_other_back_none_outlives_the_one_that_left
     ) as process:
         assert process.stdout is not None
         assert process.stdout.readline() == "sw\n"
+
+
+# A probe that ends and leaves a hundred processes.
+LEAVING_MANY = """
+import signal
+from services.worker.rank.process.probe_program import _see_to_its_end
+class Agent:
+    def sendall(self, said):
+        print(opened, flush=True)
+opened = 0
+def count(event, args):
+    global opened
+    opened += event == "open"
+libc.prctl(36, 1, 0, 0, 0)
+child = os.fork()
+if child == 0:
+    for _ in range(100):
+        if os.fork() == 0:
+            signal.pause()
+    os._exit(0)
+sys.addaudithook(count)
+_see_to_its_end(child, Agent())
+"""
+
+
+def test_a_probe_that_leaves_many_processes_is_over_after_a_few_looks_at_each() -> None:
+    command = [sys.executable, "-c", PRELUDE + LEAVING_MANY]
+    said = subprocess.run(command, stdout=subprocess.PIPE, check=True, text=True).stdout
+    assert 100 < int(said) < 2_000  # a hundred for each without care

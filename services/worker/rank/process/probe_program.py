@@ -123,6 +123,9 @@ def _see_to_its_end(child: int, agent: socket.socket) -> NoReturn:
         while children():
             end_strays(())
             os.waitpid(-1, 0)
+            # All that are dead by now: to look for the others takes time for each process that is left.
+            while os.waitpid(-1, os.WNOHANG)[0]:
+                pass
     _report(agent, os.waitstatus_to_exitcode(status))
 
 
