@@ -193,7 +193,7 @@ def test_a_stream_is_in_utf_8_whatever_it_says_of_itself(server: _Server, charse
         assert list(client.follow_all_events()) == []
 
 
-@pytest.mark.parametrize("said", ["t\u00e9", "\x01"])
+@pytest.mark.parametrize("said", ["t\u00e9", "\x01", "1 "])
 def test_what_no_header_carries_is_not_sent_back_to_who_said_it(server: _Server, said: str) -> None:
     stream = {"Content-Type": "text/event-stream"}
     server.replies = [
@@ -240,7 +240,15 @@ def test_what_no_controller_answers_is_one_sentence(
         client.nodes()
 
 
-@pytest.mark.parametrize("token", ["hidden\n", " hidden", "hid den", "hidden\x01", "hidden\u00e9"])
+@pytest.mark.parametrize("token", ["a phrase of words", " word"])
+def test_a_token_may_have_blanks_as_the_controllers_may(server: _Server, token: str) -> None:
+    server.replies = [(200, {}, NodeList(items=()).model_dump_json().encode())]
+    with RestClient(server.url, token) as client:
+        client.nodes()
+    assert server.asked[0][1]["Authorization"] == f"Bearer {token}"
+
+
+@pytest.mark.parametrize("token", ["hidden\n", "hidden ", "hidden\x01", "hidden\u00e9"])
 def test_a_token_that_no_header_carries_is_refused_and_not_shown(
     server: _Server, token: str
 ) -> None:
