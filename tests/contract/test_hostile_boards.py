@@ -122,11 +122,11 @@ def test_a_board_that_was_replaced_is_read_no_further_and_no_other_thing_is_open
     board.unlink()
     os.mkfifo(board)  # to open one would wait for a writer
     assert read_all(reader) == []
-    with pytest.raises(OSError, match="not a plain file"):
+    with pytest.raises(OSError, match=f"not a plain file: '{board}'"):
         BoardReader.open(board)
     link = tmp_path / "link"
     link.symlink_to("/dev/zero")
-    with pytest.raises(OSError, match="symbolic links"):
+    with pytest.raises(OSError, match=f"symbolic links: '{link}'"):
         BoardReader.open(link)
     reader.close()
 

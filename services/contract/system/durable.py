@@ -108,6 +108,9 @@ def open_plain(path: Path) -> int:
     folder = os.open(path.parent, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC | os.O_NOFOLLOW)
     try:
         return open_plain_in(folder, path.name)
+    except OSError as error:
+        error.filename = str(path)
+        raise
     finally:
         os.close(folder)
 
