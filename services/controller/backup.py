@@ -103,9 +103,9 @@ def restore(redis: Path, checkpoints: Path | BucketAddress, backup: Path) -> int
         raise BackupError(
             f"{full[0] if full else checkpoints} is not empty: stop what uses it, and move its content away first"
         )
-    _copy_tree(backup / "redis", redis)
+    _copy_tree((backup / "redis").resolve(), redis)
     if isinstance(checkpoints, Path):
-        _copy_tree(backup / "checkpoints", checkpoints)
+        _copy_tree((backup / "checkpoints").resolve(), checkpoints)
     elif bucket is not None:
         _fill(bucket, backup / "checkpoints")
     os.sync()

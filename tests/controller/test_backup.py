@@ -296,6 +296,19 @@ def test_no_file_of_a_backup_gives_whoever_runs_it_the_rights_of_its_owner(
     assert (backup / "checkpoints" / JOB / "traces" / "trace").stat().st_mode & 0o7777 == 0o755
 
 
+def test_a_part_of_a_backup_may_be_a_link_to_another_disk(folders: tuple[Path, Path, Path]) -> None:
+    redis, storage, backup = folders
+    commit(CommitChain(storage, JOB), 1)
+    save(redis, storage, backup)
+    for part in ("redis", "checkpoints"):
+        elsewhere = backup.with_name(part + " elsewhere")
+        (backup / part).rename(elsewhere)
+        (backup / part).symlink_to(elsewhere)
+    new = backup.with_name("new")
+    assert restore(new / "redis", new / "checkpoints", backup) == 1
+    assert len(CommitChain(new / "checkpoints", JOB).committed()) == 1
+
+
 def test_save_replaces_no_backup_and_restore_no_data(folders: tuple[Path, Path, Path]) -> None:
     redis, storage, backup = folders
     commit(CommitChain(storage, JOB), 1)
