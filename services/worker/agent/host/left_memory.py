@@ -57,7 +57,7 @@ async def remove_as(user: RankUser, environment: Mapping[str, str]) -> None:
     """Run this module as ``user`` to its end.
 
     Raises:
-        OSError: The process cannot be started.
+        OSError: The process cannot be started, or fails.
     """
     process = await asyncio.create_subprocess_exec(
         *(sys.executable, "-P", "-m", __name__),
@@ -70,11 +70,13 @@ async def remove_as(user: RankUser, environment: Mapping[str, str]) -> None:
         extra_groups=(),
     )
     try:
-        await process.wait()
+        code = await process.wait()
     except asyncio.CancelledError:
         with contextlib.suppress(ProcessLookupError):
             process.kill()
         raise
+    if code:
+        raise OSError(f"the process that frees it exited with code {code}")
 
 
 def remove_own() -> None:
