@@ -1,7 +1,7 @@
 """Frees the shared memory that ranks of a user of their own have left: it outlives all processes that used it.
 
 ``python -P -m services.worker.agent.host.left_memory`` is run as that user, so that it can remove nothing of others.
-It removes the user's files in ``/dev/shm``, message queues there are, and System V's segments, semaphores and queues, if no
+It removes the user's files in ``/dev/shm``, POSIX message queues, and System V's segments, semaphores and queues, if no
 other process of the user lives.
 """
 
