@@ -18,6 +18,7 @@ import shutil
 import stat
 import sys
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, BinaryIO, Final
 
@@ -282,14 +283,14 @@ def _copy_folder(
         if stat.S_ISDIR(mode) and not depth:
             _say_left_out(path, f"it is more than {_DEEPEST} folders deep")
         elif stat.S_ISDIR(mode):
-            inner = _opened(path, lambda name=name: os.open(name, _ONLY_A_FOLDER, dir_fd=folder))  # type: ignore[misc]
+            inner = _opened(path, partial(os.open, name, _ONLY_A_FOLDER, dir_fd=folder))
             if inner is not None:
                 try:
                     _copy_folder(inner, path, target / name, (), depth - 1)
                 finally:
                     os.close(inner)
         elif stat.S_ISREG(mode):
-            file = _opened(path, lambda name=name: open_plain_in(folder, name))  # type: ignore[misc]
+            file = _opened(path, partial(open_plain_in, folder, name))
             if file is not None:
                 try:
                     _copy_opened(file, target / name)
