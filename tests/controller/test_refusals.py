@@ -9,10 +9,12 @@ from typing import Any, Final, cast
 
 import pytest
 from redis import Redis
+from structlog.testing import capture_logs
 
 from services.contract.messages.commands import StopGang
 from services.contract.redis import redis_keys as keys
 from services.controller.adapters.redis import redis_ports
+from services.controller.api.problems import refusal
 from services.controller.domain.access.code import CodeLimits
 from services.controller.domain.decisions.dispatch import first_decision
 from services.controller.domain.errors import StoreUnavailableError
@@ -350,3 +352,17 @@ async def test_no_fact_is_lost_while_their_stream_has_another_type(world: World)
     redis.delete(keys.FACTS)
     await world.ports.facts.prepare()
     assert [entry.body for entry in await world.ports.facts.next(2, 0.01)] == ["one", "two"]
+
+
+async def test_why_a_request_alone_gets_no_answer_of_redis_is_in_the_log(tmp_path: Path) -> None:
+    address = f"{tmp_path}/nobody.sock"
+    async with redis_ports(f"unix://{address}") as ports:
+        with pytest.raises(StoreUnavailableError) as away:
+            await ports.clock.now_ms()
+    with capture_logs() as lines:
+        answer = refusal(away.value, {"path": "/v1/jobs"})
+    assert b"the controller's log says why" in answer.body
+    assert address.encode() not in answer.body
+    (line,) = lines
+    assert line["event"] == "request_without_store"
+    assert address in line["error"]

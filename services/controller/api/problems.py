@@ -5,6 +5,7 @@ from collections.abc import Mapping, Sequence, Set
 from http import HTTPStatus
 from typing import Any, Final
 
+import structlog
 from fastapi import FastAPI, Request, Response
 from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
@@ -13,7 +14,9 @@ from services.contract.api.pointers import faults_of
 from services.contract.api.spec_faults import hidden_faults
 from services.contract.jobs.specs import TOO_LARGE, JobSpec
 from services.contract.words.problems import PROBLEM_MEDIA_TYPE, PROBLEM_TYPE_BASE, Fault, Problem
-from services.controller.domain.errors import MeshloomError
+from services.controller.api.rates import Buckets
+from services.controller.domain.access.rate import Rate
+from services.controller.domain.errors import MeshloomError, StoreUnavailableError
 
 _CODES: Final[Mapping[int, str]] = {
     HTTPStatus.BAD_REQUEST: "bad_request",
@@ -27,6 +30,9 @@ _CODES: Final[Mapping[int, str]] = {
     HTTPStatus.MISDIRECTED_REQUEST: "misdirected_request",
 }
 _MALFORMED: Final = "json_invalid"
+# Strangers are refused, too: they must not fill the log.
+_LINES: Final = Buckets(Rate(per_s=0.1, burst=10))
+_log = structlog.get_logger()
 
 
 def problem_response(
@@ -76,7 +82,9 @@ async def _on_refusal(request: Request, error: Exception) -> Response:
 
 
 def refusal(error: MeshloomError, scope: Mapping[str, Any]) -> Response:
-    """A typed error as its answer."""
+    """A typed error as its answer; what it says of the store to the log alone is logged."""
+    if isinstance(error, StoreUnavailableError):
+        _log_why(error)
     headers = {} if error.retry_after_s is None else {"Retry-After": str(error.retry_after_s)}
     return problem_response(
         error.status,
@@ -86,6 +94,12 @@ def refusal(error: MeshloomError, scope: Mapping[str, Any]) -> Response:
         headers=headers,
         scope=scope,
     )
+
+
+def _log_why(error: StoreUnavailableError) -> None:
+    # The loops, which log it too, may be answered meanwhile: requests have connections of their own.
+    if error.why != str(error) and not _LINES.take("request_without_store"):
+        _log.warning("request_without_store", error=error.why)
 
 
 async def _on_invalid(request: Request, error: Exception) -> Response:
