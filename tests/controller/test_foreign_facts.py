@@ -108,6 +108,9 @@ def test_only_an_attempt_that_loads_another_jobs_checkpoint_can_find_it_corrupt(
         origin = Origin(job_id=sue.id, checkpoint_id=name, step=STEPS, held=is_a_clone)
         sam = sams().model_copy(update={"origin": origin})
         await keep(leader, sam, placed(sam), launched(sam))
+        elsewhere = corrupt(sam, name).model_copy(update={"node_id": "loom-7"})
+        await leader.hear(elsewhere)
+        assert (await leader.job(sue.id)).checkpoints[name].state is CheckpointState.COMMITTED
         await leader.hear(corrupt(sam, name))
         marked = (await leader.job(sue.id)).checkpoints[name]
         expected = CheckpointState.CORRUPT if is_a_clone else CheckpointState.COMMITTED

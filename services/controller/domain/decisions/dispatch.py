@@ -216,8 +216,8 @@ def is_stale(job: Job, event: JobEvent) -> bool:
 def is_foreign(job: Job, event: JobEvent) -> bool:
     """Whether a fact comes from a node without ranks of the attempt, or speaks of another job's checkpoint.
 
-    An attempt that is to load a checkpoint, of whichever job, may find it corrupt. What storage holds may tell
-    the nodes of all its attempts and those that were asked to read it, and that a checkpoint is removed any node.
+    An attempt that is to load a checkpoint, of whichever job, may find it corrupt. What storage holds is
+    for nodes of its attempts to tell, and for those that were asked to read it; that a checkpoint is removed, for any.
     """
     if not isinstance(event, GangFact):
         return False
@@ -251,9 +251,11 @@ def _who_may_tell(job: Job, event: GangFact) -> Collection[str]:
 
 
 def was_told_to_load(job: Job, found: CheckpointCorrupt) -> bool:
-    """Whether the attempt that found a checkpoint corrupt is one that was to load it."""
+    """Whether the attempt that found a checkpoint corrupt is one that was to load it, and told by a node of it."""
     return any(
-        attempt.fence == found.fence and attempt.resumed_from == found.checkpoint_id
+        attempt.fence == found.fence
+        and attempt.resumed_from == found.checkpoint_id
+        and found.node_id in attempt.incarnations
         for attempt in job.attempts
     )
 
