@@ -156,11 +156,15 @@ async def _kept_alive(programs: list[Program]) -> AsyncIterator[asyncio.Future[N
 
 async def _or_failed(ready: Coroutine[None, None, None], failed: asyncio.Future[None]) -> None:
     task = asyncio.create_task(ready)
-    await asyncio.wait([task, failed], return_when=asyncio.FIRST_COMPLETED)
-    if failed.done():
+    try:
+        await asyncio.wait([task, failed], return_when=asyncio.FIRST_COMPLETED)
+        if failed.done():
+            raise StackError(str(failed.exception()))
+        await task
+    finally:
+        # Over before what it asks is ended: asyncio prints a connection that breaks under it.
         task.cancel()
-        raise StackError(str(failed.exception()))
-    await task
+        await asyncio.gather(task, return_exceptions=True)
 
 
 async def _wait_until_ready(url: str, token: str | None) -> None:
