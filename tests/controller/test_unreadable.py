@@ -326,7 +326,7 @@ def test_measurements_of_names_that_are_no_nodes_are_not_kept(redis_url: str) ->
 
 
 def test_an_inbox_that_its_agent_retyped_costs_nobody_else_a_command(redis_url: str) -> None:
-    with open_plane(redis_url, AccessPolicy()) as plane:
+    with open_plane(redis_url, AccessPolicy(), plan_wait_s=0) as plane:
         other = AgentDouble(plane.redis, "loom-2")
         plane.agent.join(slots=1)
         other.join(slots=1)
@@ -340,4 +340,9 @@ def test_an_inbox_that_its_agent_retyped_costs_nobody_else_a_command(redis_url: 
         plane.agent.ends(gang, 0, exit_code=None, signal=9)
         events = plane.get(f"/v1/jobs/{job_id}/events")["items"]
         assert "job.placing" in [event["kind"] for event in events]
+        # Now the plan's question can go to the second node alone.
+        plane.agent.leave()
+        until(
+            lambda: [node["state"] for node in plane.get("/v1/nodes")["items"]].count("READY") == 1
+        )
         assert plane.client.post("/v1/plans?fresh=true", json=job_body(plan="auto")).is_success
