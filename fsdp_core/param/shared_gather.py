@@ -19,7 +19,7 @@ from __future__ import annotations
 import threading
 import weakref
 from dataclasses import dataclass
-from functools import partial
+from functools import partial, wraps
 from typing import TYPE_CHECKING, Final, Self, cast
 
 import torch
@@ -331,7 +331,32 @@ def _guard_optimizers(slices: SharedSlices) -> None:
 _optimizer_hooks: list[RemovableHandle] = []
 
 
-def _before_step(optimizer: torch.optim.Optimizer, *_: object) -> None:
+def _before_step(
+    optimizer: torch.optim.Optimizer, args: tuple[object, ...], kwargs: dict[str, object]
+) -> tuple[tuple[object, ...], dict[str, object]]:
+    """Waits now, and after each call of a closure, which computes with what is written next."""
+    _await_readers(optimizer)
+
+    def guarded(argument: object) -> object:
+        return _then_await(argument, optimizer) if callable(argument) else argument
+
+    # The optimizer itself comes first.
+    return (*args[:1], *map(guarded, args[1:])), {k: guarded(v) for k, v in kwargs.items()}
+
+
+def _then_await(
+    closure: Callable[..., object], optimizer: torch.optim.Optimizer
+) -> Callable[..., object]:
+    @wraps(closure)
+    def evaluate(*args: object, **kwargs: object) -> object:
+        result = closure(*args, **kwargs)
+        _await_readers(optimizer)
+        return result
+
+    return evaluate
+
+
+def _await_readers(optimizer: torch.optim.Optimizer) -> None:
     with _guarded_lock:
         guarded = list(_guarded)
     written = _written_by(optimizer, guarded)

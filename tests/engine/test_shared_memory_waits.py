@@ -77,7 +77,7 @@ class _Watching(nn.Module):
 WRITING = "tests/shared_memory/writing"
 
 
-@pytest.mark.parametrize("way", ["step", "load", "step by copies"])
+@pytest.mark.parametrize("way", ["step", "load", "step by copies", "step by closure"])
 def test_nobody_writes_what_another_computes_with(way: str) -> None:
     gang = Gang(2, "cpu")
     gang.run(check_guarded, way)
@@ -89,15 +89,23 @@ def check_guarded(ctx: RankContext, way: str) -> None:
     fully_shard(model, mesh=ctx.mesh, shared_memory=ONE_COPY, reshard_after_forward=True)
     kind = _ByMasters if way == "step by copies" else torch.optim.SGD
     optimizer = kind(list(model.parameters()), lr=1.0)
-    with torch.no_grad():
-        model(torch.ones(()))  # which ends on rank 0 while rank 1 still computes
-    for param in model.parameters():
-        param.grad = torch.ones_like(param)
-    if ctx.rank == 0:
-        torch_private.default_store().set(WRITING, "")
-    if way != "load":
-        optimizer.step()
+
+    def evaluate() -> float:
+        with torch.no_grad():
+            model(torch.ones(()))  # which ends on rank 0 while rank 1 still computes
+        for param in model.parameters():
+            param.grad = torch.ones_like(param)
+        if ctx.rank == 0:
+            torch_private.default_store().set(WRITING, "")
+        return 0.0
+
+    if way == "step by closure":
+        optimizer.step(evaluate)
     else:
+        evaluate()
+    if way in {"step", "step by copies"}:
+        optimizer.step()
+    elif way == "load":
         model.load_state_dict({name: value * 0 for name, value in model.state_dict().items()})
     with torch.no_grad():
         if ctx.rank == 1:
