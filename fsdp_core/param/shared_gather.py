@@ -390,7 +390,7 @@ def _written_by(
         if (owner := owners.get(torch_private.storage_start(local))) is not None:
             written[owner] = None
         elif isinstance(param, DTensor):
-            groups.update(group.group_name for group in param.device_mesh.get_all_groups())
+            groups.update(each.group_name for each in torch_private.groups_of(param.device_mesh))
     return [slices for slices in used if slices in written or slices.group_name in groups]
 
 

@@ -34,6 +34,7 @@ from fsdp_core.torch_private.groups import (
 )
 from fsdp_core.torch_private.meshes import (
     flattened_mesh,
+    groups_of,
     joined_mesh,
     mesh_ranks,
     mesh_without_groups,
@@ -107,6 +108,7 @@ __all__ = [
     "foreach_scale",
     "gradients_nest",
     "group_device_types",
+    "groups_of",
     "in_backward",
     "in_compiled_autograd",
     "is_profiling",

@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
+import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 
@@ -45,3 +46,11 @@ def mesh_without_groups(device_type: str, ranks: list[int]) -> DeviceMesh:
     Publicly a mesh makes its groups, in which all ranks of the world must take part.
     """
     return DeviceMesh(device_type, ranks, _init_backend=False)
+
+
+def groups_of(mesh: DeviceMesh) -> list[dist.ProcessGroup]:
+    """The process groups of the mesh's axes; none where it was made without.
+
+    Publicly a mesh raises then, and does not tell beforehand.
+    """
+    return mesh.get_all_groups() if hasattr(mesh, "_dim_group_names") else []

@@ -16,7 +16,14 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from fsdp_core import FSDPModule, Int8Weight, SharedMemoryPolicy, fully_shard, torch_private
+from fsdp_core import (
+    FSDPModule,
+    Int8Weight,
+    Owned,
+    SharedMemoryPolicy,
+    fully_shard,
+    torch_private,
+)
 from fsdp_core.comm.shared_memory import axis
 from fsdp_core.errors import DesyncError
 from fsdp_core.runtime.fsdp_state import state_of
@@ -262,6 +269,36 @@ def check_wrapped(ctx: RankContext) -> None:
         model = nn.Sequential(first, nn.Linear(8, 8))
         for unit in (first, model):
             fully_shard(unit, mesh=ctx.mesh, shared_memory=policy)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for step in range(2):
+            torch.autograd.backward(model(ctx.batch(step, 3, 8)).square().mean())
+            with torch.no_grad():
+                model(ctx.batch(step, 3, 8))  # after which the root stays unsharded
+            optimizer.step()
+            optimizer.zero_grad()
+            cast("FSDPModule", model).reshard()
+        traces.append(model(ctx.batch(2, 3, 8)).detach())
+    assert torch.equal(*traces)
+
+
+@POLICIES
+def test_an_optimizer_may_have_owned_matrices_beside_shared_slices(
+    gangs: Gangs, policy: SharedMemoryPolicy
+) -> None:
+    """Their owners' mesh has no process group; an evaluation has left the other unit unsharded."""
+    gangs(2).run(check_owned_beside, policy)
+
+
+def check_owned_beside(ctx: RankContext, policy: SharedMemoryPolicy) -> None:
+    traces = []
+    for memory in (None, policy):
+        torch.manual_seed(0)
+        first = nn.Linear(8, 8, bias=False)
+        model = nn.Sequential(first, nn.Linear(8, 8))
+        fully_shard(
+            first, mesh=ctx.mesh, shared_memory=memory, shard_placement_fn=lambda _: Owned()
+        )
+        fully_shard(model, mesh=ctx.mesh, shared_memory=memory)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         for step in range(2):
             torch.autograd.backward(model(ctx.batch(step, 3, 8)).square().mean())
