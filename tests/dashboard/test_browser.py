@@ -9,6 +9,7 @@ import httpx
 import pytest
 from playwright.sync_api import Locator, Page, expect
 
+from services.contract.api.access import Scope, TokenRequest
 from services.contract.api.plan_views import PlanView
 from services.contract.api.requests import JobPatch
 from services.contract.api.views import JobView
@@ -432,4 +433,22 @@ def test_a_token_is_asked_for_and_kept_and_without_streams_pages_poll(
     page.get_by_role("button", name="Log out").click()
     expect(page.get_by_text("This controller asks for a token.")).to_be_visible()
     assert all("401" in complaint or "503" in complaint for complaint in tab.complaints)
+    tab.complaints.clear()
+
+
+def test_who_logs_in_next_in_a_tab_is_shown_nothing_that_the_one_before_was_told(
+    locked: Controller, visit: Open
+) -> None:
+    made = locked.client.create_token(TokenRequest(subject="vic", scope=Scope.VIEWER))
+    tab = visit(locked.url)
+    page = tab.open("#/access")
+    page.get_by_label("Bearer token").fill("open-sesame")
+    page.keyboard.press("Enter")
+    expect(page.locator(f'tr[data-token="{made.id}"]')).to_be_visible()
+    page.get_by_role("button", name="Log out").click()
+    page.get_by_label("Bearer token").fill(made.token)
+    page.keyboard.press("Enter")
+    expect(page.get_by_text("this needs a token of scope operator").first).to_be_visible()
+    expect(page.locator("tr[data-token], .audit")).to_have_count(0)
+    assert all("401" in complaint or "403" in complaint for complaint in tab.complaints)
     tab.complaints.clear()

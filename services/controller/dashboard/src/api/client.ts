@@ -42,6 +42,11 @@ export const token = {
   clear: (): void => sessionStorage.removeItem(TOKEN_KEY),
 };
 
+/** Forgets what was answered to the token before. */
+export function forgetAnswers(): void {
+  kept.clear();
+}
+
 /** GET `path` (relative to the page, such as `v1/jobs`); an unchanged answer is the same object. */
 export async function get<T>(path: string, signal?: AbortSignal): Promise<T> {
   const before = kept.get(path);

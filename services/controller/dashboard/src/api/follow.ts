@@ -39,6 +39,11 @@ export async function follow<T extends { id: string }>(path: string, keep: numbe
   return trail.shown;
 }
 
+/** Forgets what was read with the token before. */
+export function forgetTrails(): void {
+  trails.clear();
+}
+
 /** Up to where a list was read. */
 export function lastOf(path: string): string | null {
   return trails.get(path)?.after ?? null;

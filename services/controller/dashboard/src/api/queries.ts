@@ -2,9 +2,9 @@
 
 import { keepPreviousData, QueryClient, useQueries, useQuery } from "@tanstack/react-query";
 import { useEffect, useRef, useState, useSyncExternalStore } from "react";
-import { get, stream } from "./client";
+import { forgetAnswers, get, stream } from "./client";
 import { connection } from "./connection";
-import { append, follow, lastOf, shownOf } from "./follow";
+import { append, follow, forgetTrails, lastOf, shownOf } from "./follow";
 import type {
   AttemptList,
   AuditPage,
@@ -296,6 +296,13 @@ export function usePlan(id: string): Polled<PlanView> {
 /** Asks for all that is shown once more, now: after an order, or when a job changed its state. */
 export function refreshAll(): void {
   void queryClient.invalidateQueries();
+}
+
+/** Forgets every answer, and drops the questions that wait for one: another subject may ask from now on. */
+export function forgetAll(): void {
+  queryClient.clear();
+  forgetAnswers();
+  forgetTrails();
 }
 
 const EVENTS_SHOWN = 500;

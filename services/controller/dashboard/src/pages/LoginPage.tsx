@@ -1,7 +1,7 @@
 import { type FormEvent, useId, useState } from "react";
 import { token } from "../api/client";
 import { connection, useConnection } from "../api/connection";
-import { refreshAll } from "../api/queries";
+import { forgetAll } from "../api/queries";
 
 /** Shown when the controller answers 401, in the place of the page, and by itself at `#/login`. */
 export function LoginPage() {
@@ -13,9 +13,9 @@ export function LoginPage() {
   function submit(event: FormEvent): void {
     event.preventDefault();
     if (!value.trim()) return;
+    forgetAll();
     token.set(value.trim());
     connection.tokenGiven();
-    refreshAll();
     if (location.hash.startsWith("#/login")) location.hash = "#/jobs";
   }
 
