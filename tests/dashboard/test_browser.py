@@ -14,6 +14,8 @@ from services.contract.api.plan_views import PlanView
 from services.contract.api.requests import JobPatch
 from services.contract.api.views import JobView
 from services.contract.messages.commands import StopGang, TakeCheckpoint
+from services.contract.messages.telemetry import MetricRecord
+from services.contract.redis import redis_keys
 from services.contract.words.states import JobState
 from services.local.embedded_redis import EmbeddedRedis
 from tests.dashboard.scene import STEPS, TRACEBACK, Scene, spec
@@ -452,3 +454,18 @@ def test_who_logs_in_next_in_a_tab_is_shown_nothing_that_the_one_before_was_told
     expect(page.locator("tr[data-token], .audit")).to_have_count(0)
     assert all("401" in complaint or "403" in complaint for complaint in tab.complaints)
     tab.complaints.clear()
+
+
+def test_a_measure_of_large_numbers_that_hardly_differ_is_drawn(scene: Scene, visit: Open) -> None:
+    client, agent = scene.controller.client, scene.agent
+    job = client.submit(spec("large-numbers", ranks=1))
+    gang = agent.launch(job.id)
+    agent.train(gang, range(1, 5))
+    for step in range(1, 5):
+        record = MetricRecord(step=step, fence=gang.fence, values={"seen": 1e16 + 2 * (step % 2)})
+        told = {redis_keys.MESSAGE_FIELD: record.model_dump_json()}
+        agent.redis.xadd(redis_keys.job_metrics(job.id), told)
+    page = visit().open(f"#/jobs/{job.id}")
+    expect(page.locator('[data-metric="user:seen"]')).to_contain_text("1.00e+16")
+    client.kill(job.id)
+    agent.drain(gang, 4)

@@ -223,7 +223,16 @@ function axis(paint: (name: string) => string, values: (splits: number[]) => str
 /** A range of some width: of a single step uPlot would make endless ticks. */
 function spread(min: number | null, max: number | null): [number, number] {
   const [low, high] = [min ?? 0, max ?? 1];
-  return high > low ? [low, high] : [low - 1, low + 1];
+  if (isWide(low, high)) return [low, high];
+  const room = Math.max(1, NARROWEST * Math.abs(low));
+  return [low - room, low + room];
+}
+
+/** Of their size: between numbers that are closer uPlot makes endless ticks, for 1e16 + 0.5 is 1e16. */
+const NARROWEST = 1e-12;
+
+function isWide(low: number, high: number): boolean {
+  return high - low > NARROWEST * Math.max(Math.abs(low), Math.abs(high));
 }
 
 /** Zoom into what was dragged over, in all charts. */
@@ -327,7 +336,7 @@ function valueRange(min: number | null, max: number | null, log: boolean, fromZe
     return [low / 1.08, high * 1.08];
   }
   if (fromZero) return [0, high > 0 ? high * 1.12 : 1];
-  const room = high > low ? 0.06 * (high - low) : Math.max(0.5, 0.1 * Math.abs(high));
+  const room = isWide(low, high) ? 0.06 * (high - low) : Math.max(0.5, 0.1 * Math.abs(high));
   return [low - room, high + room];
 }
 
