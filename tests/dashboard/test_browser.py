@@ -3,7 +3,7 @@
 import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 import httpx
 import pytest
@@ -463,9 +463,27 @@ def test_a_measure_of_large_numbers_that_hardly_differ_is_drawn(scene: Scene, vi
     agent.train(gang, range(1, 5))
     for step in range(1, 5):
         record = MetricRecord(step=step, fence=gang.fence, values={"seen": 1e16 + 2 * (step % 2)})
-        told = {redis_keys.MESSAGE_FIELD: record.model_dump_json()}
+        told: dict[Any, Any] = {redis_keys.MESSAGE_FIELD: record.model_dump_json()}
         agent.redis.xadd(redis_keys.job_metrics(job.id), told)
     page = visit().open(f"#/jobs/{job.id}")
     expect(page.locator('[data-metric="user:seen"]')).to_contain_text("1.00e+16")
     client.kill(job.id)
     agent.drain(gang, 4)
+
+
+def test_words_without_end_are_broken_so_that_no_page_scrolls_sideways(
+    scene: Scene, visit: Open
+) -> None:
+    client, agent, word = scene.controller.client, scene.agent, "W" * 3_000
+    job = client.submit(spec("n" * 63) | {"labels": {"k" * 40: word[:256]}})
+    gang = agent.launch(job.id)
+    agent.train(gang, range(1, 5))
+    agent.crash(gang, 4, word, f'Traceback:\n  File "/{word}", line 1, in f\n    {word}\n{word}')
+    until(lambda: client.job(job.id).state == JobState.FAILED)
+    tab = visit(viewport={"width": 360, "height": 800})
+    for route in (f"jobs/{job.id}", f"jobs/{job.id}/logs", f"compare?jobs={job.id}"):
+        page = tab.open(f"#/{route}")
+        expect(page.get_by_text("n" * 63).first).to_be_visible()
+        page.wait_for_function(
+            "() => document.documentElement.scrollWidth <= document.documentElement.clientWidth"
+        )
