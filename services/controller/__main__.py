@@ -141,7 +141,11 @@ async def serve(
     pools: Sequence[RunnablePool] = (),
     certificate: ServerCertificate | None = None,
 ) -> None:
-    """Serve on ``listener``, and lead whenever the lead is free, until a signal comes."""
+    """Serve on ``listener``, and lead whenever the lead is free, until a signal comes.
+
+    Raises:
+        SystemExit: With code 1: the loops have died of an error that nobody expected.
+    """
     stopping = asyncio.Event()
     kept_s = int(settings.keep_telemetry_days * 86_400)
     async with (
@@ -228,6 +232,10 @@ async def serve(
             leading.cancel()
             await asyncio.wait([leading])
             _log.info("stopped")
+        if (
+            not leading.cancelled()
+        ):  # it died: who supervises this process is not to take that for a wanted end
+            sys.exit(1)
 
 
 def _certificate(settings: Settings) -> ServerCertificate | None:

@@ -285,6 +285,11 @@ def _replica(redis: Redis, _folder: Path) -> None:
     redis.replicaof("127.0.0.1", "1")
 
 
+def _replica_without_primary(redis: Redis, _folder: Path) -> None:
+    redis.config_set("replica-serve-stale-data", "no")
+    redis.replicaof("127.0.0.1", "1")
+
+
 def _unsaved(redis: Redis, folder: Path) -> None:
     (folder / "dump.rdb").mkdir()
     redis.config_set("save", "3600 1")
@@ -304,6 +309,7 @@ def _repair(redis: Redis) -> None:
         (_full, "maxmemory", 503),
         (_forbidden, "ACL", 503),
         (_replica, "replica", 200),
+        (_replica_without_primary, "replica", 503),
         (_unsaved, "free its disk", 200),
     ],
 )
@@ -340,6 +346,14 @@ def test_a_redis_that_refuses_is_waited_for_and_the_reason_is_told(
             assert (job["state"], job["attempt"]) == ("RUNNING", 1)
             failed = [line for line in controller.lines if line["event"] == "term_failed"]
             assert failed == []
+
+
+def test_a_controller_whose_loops_have_died_ends_with_an_error(redis_url: str) -> None:
+    with started(redis_url) as controller, Redis.from_url(redis_url) as redis:
+        redis.set(keys.EPOCH, (1 << 63) - 1)  # no refusal that is known: it cannot be added to
+        redis.delete(keys.LEADER)
+        assert controller.process.wait(timeout=60) == 1
+        assert controller.said("leader_died")
 
 
 def test_commands_that_redis_forbids_singly_are_told_and_end_no_term(redis_url: str) -> None:

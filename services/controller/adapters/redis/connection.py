@@ -18,7 +18,13 @@ from redis.asyncio.retry import Retry
 from redis.backoff import ConstantBackoff, NoBackoff
 from redis.commands.core import AsyncScript
 from redis.exceptions import ConnectionError as RedisConnectionError
-from redis.exceptions import NoPermissionError, OutOfMemoryError, ReadOnlyError, ResponseError
+from redis.exceptions import (
+    MasterDownError,
+    NoPermissionError,
+    OutOfMemoryError,
+    ReadOnlyError,
+    ResponseError,
+)
 from redis.exceptions import TimeoutError as RedisTimeoutError
 
 from services.contract.redis.redis_address import with_advice
@@ -49,6 +55,7 @@ _REFUSALS: Final[Mapping[type[ResponseError], str]] = {
     OutOfMemoryError: _MEMORY,
     NoPermissionError: _ACL,
     ReadOnlyError: _REPLICA,
+    MasterDownError: _REPLICA,
 }
 _REFUSAL_CODES: Final = {
     "OOM": _MEMORY,
