@@ -116,6 +116,21 @@ def test_the_queue_tells_who_waits_why_and_since_when(scene: Scene, visit: Open)
     expect(page.get_by_role("region", name="Free now")).to_contain_text("of 4")
 
 
+def test_of_a_long_queue_fifty_rows_are_shown_and_more_when_asked(
+    scene: Scene, visit: Open
+) -> None:
+    client = scene.controller.client
+    jobs = [client.submit(spec(f"one-of-many-{n}", ranks=4, priority=-2)).id for n in range(51)]
+    waiting = len(client.queue().items)
+    page = visit().open("#/queue")
+    expect(page.get_by_text(f"{waiting} jobs wait")).to_be_visible()
+    expect(page.locator("tr[data-job]")).to_have_count(50)
+    page.get_by_role("button", name=f"{waiting - 50} more…").click()
+    expect(page.locator("tr[data-job]")).to_have_count(waiting)
+    for job_id in jobs:
+        client.kill(job_id)
+
+
 def test_the_log_is_searched_filtered_followed_and_kept(
     scene: Scene, visit: Open, tmp_path: Path
 ) -> None:

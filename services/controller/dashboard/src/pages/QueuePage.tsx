@@ -1,3 +1,4 @@
+import { useState } from "react";
 import { useAnyEvent, useCapacity, useQueue } from "../api/queries";
 import type { CapacityView, QueueEntry } from "../api/types";
 import { jobHref } from "../router";
@@ -5,11 +6,15 @@ import { bounds, clock, DASH, dateTime, shortId, span } from "../ui/format";
 import { Panel, Quiet, Stat, StateChip, Trouble } from "../ui/parts";
 import { Ago, useNow } from "../ui/time";
 
+// Each row tells its age once a second: thousands of them would leave the tab no time for anything else.
+const ROWS_AT_ONCE = 50;
+
 /** Who waits, why, and since when; and what is free. */
 export default function QueuePage() {
   useAnyEvent();
   const { data, error } = useQueue();
   const { data: capacity } = useCapacity();
+  const [most, setMost] = useState(ROWS_AT_ONCE);
   const items = data?.items ?? [];
   return (
     <div className="page">
@@ -45,11 +50,18 @@ export default function QueuePage() {
               </tr>
             </thead>
             <tbody>
-              {items.map((entry) => (
+              {items.slice(0, most).map((entry) => (
                 <Row key={entry.job_id} entry={entry} />
               ))}
             </tbody>
           </table>
+        </div>
+      ) : null}
+      {items.length > most ? (
+        <div className="pager">
+          <button type="button" onClick={() => setMost(most + ROWS_AT_ONCE)}>
+            {items.length - most} more…
+          </button>
         </div>
       ) : null}
     </div>
