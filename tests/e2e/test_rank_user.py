@@ -61,6 +61,19 @@ def opened() -> list[str]:
     return ["unshare", "--mount", "bash", "-c", OPENED, "bash", str(shut), str(len(kept)), *kept]
 
 
+# Begins where only root gets to, with a key in its session's keyring, if the kernel has any.
+WITH_A_KEY = """
+import ctypes, os, platform, sys
+numbers = {"x86_64": (248, 250), "aarch64": (217, 219)}.get(platform.machine())
+if numbers:
+    call = ctypes.CDLL(None).syscall
+    call(numbers[1], 1, None)
+    call(numbers[0], b"user", b"of the agent", b"secret", 6, -3)
+os.chdir(sys.argv[1])
+os.execvp(sys.argv[2], sys.argv[2:])
+"""
+
+
 def cannot_be_tried() -> str | None:
     if os.getuid() != 0:
         return "only root can run ranks as another user"
@@ -95,7 +108,12 @@ def home(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 def test_ranks_of_another_user_train_checkpoint_resume_and_end_with_their_agent(
     home: Path,
 ) -> None:
-    with running_stack(home, *opened(), MESHLOOM_RANK_USER=USER.pw_name) as stack:
+    begun_in = home / "of root" / "open"
+    begun_in.mkdir(parents=True)
+    begun_in.parent.chmod(0o700)
+    begun_in.chmod(0o755)
+    with_a_key = [sys.executable, "-c", WITH_A_KEY, str(begun_in)]
+    with running_stack(home, *opened(), *with_a_key, MESHLOOM_RANK_USER=USER.pw_name) as stack:
         agent = stack.part("services.worker.agent")
         redis = home / "redis"
         private = [f"/proc/{agent.pid}/environ", "/proc/parent/environ"]
@@ -114,6 +132,8 @@ def test_ranks_of_another_user_train_checkpoint_resume_and_end_with_their_agent(
         told = f"as {(USER.pw_uid,) * 3} {os.getgrouplist(USER.pw_name, USER.pw_gid)}"
         assert f"{told}: ['PermissionError']" in lines
         assert "may compile: True" in lines
+        assert Path(f"/proc/{agent.pid}/cwd").readlink() == begun_in
+        assert "in /, with the agent's key: False" in lines
         ranks = [psutil.Process(r.pid) for r in stack.client.ranks(job_id).items if r.pid]
         assert {rank.uids().real for rank in ranks} == {USER.pw_uid}
         assert "NoNewPrivs:\t1" in Path(f"/proc/{ranks[0].pid}/status").read_text()

@@ -1,14 +1,23 @@
 """The system user of ranks, where their agent runs as root: who it is, and how to become it."""
 
 import ctypes
+import errno
 import os
+import platform
 import pwd
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import Final, Self
 
 _PR_SET_DUMPABLE: Final = 4
 _PR_SET_NO_NEW_PRIVS: Final = 38
+_KEYCTL_JOIN_SESSION_KEYRING: Final = 1
+# keyctl(2), which the C library does not have.
+_KEYCTL: Final[Mapping[str, int]] = MappingProxyType(
+    {"x86_64": 250, "aarch64": 219, "riscv64": 219, "ppc64le": 271, "s390x": 280}
+)
 
 
 class NoSuchUserError(ValueError):
@@ -66,7 +75,8 @@ class RankUser:
         """Make this process, with all of its threads, one of this user's for good.
 
         No program that it starts can gain rights again. What the kernel forgets with the old user is
-        set again by the caller: the signal at its parent's end.
+        set again by the caller: the signal at its parent's end. A working directory that the user cannot
+        reach by its path is left for ``/``: it would open what lies behind folders that are closed to the user.
 
         Raises:
             OSError: This process may not.
@@ -81,3 +91,23 @@ class RankUser:
         prctl(_PR_SET_DUMPABLE, 1, 0, 0, 0)
         own = {"HOME": self.home, "USER": self.name, "LOGNAME": self.name}
         os.environ.update(own)  # noqa: TID251 written, for user code and its children
+        try:
+            os.chdir(Path.cwd())
+        except OSError:
+            os.chdir("/")
+
+
+def leave_session_keys() -> None:
+    """Join a session keyring of this process's own: whoever has root's may use root's keys as any user.
+
+    To be called before `RankUser.become`, by a process of one thread: each thread has a keyring.
+
+    Raises:
+        OSError: The kernel refuses; not where it has no keys, or none for this process (seccomp).
+    """
+    number = _KEYCTL.get(platform.machine())
+    libc = ctypes.CDLL(None, use_errno=True)
+    if number is None or libc.syscall(number, _KEYCTL_JOIN_SESSION_KEYRING, None) >= 0:
+        return
+    if (error := ctypes.get_errno()) not in {errno.ENOSYS, errno.EPERM}:
+        raise OSError(error, f"no session keyring of its own: {os.strerror(error)}")

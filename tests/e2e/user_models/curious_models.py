@@ -34,9 +34,18 @@ class CuriousDecoder(Decoder):
                 found[name] = type(error).__name__
         said = f"as {os.getresuid()} {os.getgroups()}: {sorted(set(found.values()))}"
         sys.stdout.write(said + "\n")
+        sys.stdout.write(f"in {Path.cwd()}, with the agent's key: {_sees('of the agent')}\n")
         with tempfile.NamedTemporaryFile(dir=cache_dir()) as compiled:
             sys.stdout.write(f"may compile: {compiled.file.writable()}\n")
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
         threading.Event().wait(self._pace_s)
         return super().forward(tokens)
+
+
+def _sees(key: str) -> bool:
+    """Whether the kernel lists a key of this name to this process, which it does for those that it may use."""
+    try:
+        return key in Path("/proc/keys").read_text()
+    except OSError:
+        return False

@@ -32,7 +32,7 @@ from services.contract.system.durable import append_plain
 from services.contract.system.mask import Mask
 from services.contract.system.own_process import LossyOutput
 from services.contract.system.pipe_end import PipeEnd
-from services.contract.system.rank_user import RankUser
+from services.contract.system.rank_user import RankUser, leave_session_keys
 from services.worker.rank.metrics.files import MetricFiles
 from services.worker.rank.process.host_memory import limit_memory
 from services.worker.rank.process.seat import take_seat
@@ -169,6 +169,8 @@ class WarmProcess:
             if seat.spec.resources.memory_gib is not None:
                 limit_memory(int(seat.spec.resources.memory_gib * _GIB))
             listen_fd = listening[0] if listening else None
+            if self._is.user is not None:
+                leave_session_keys()
             take_seat(
                 seat,
                 PipeEnd(reading, writing),
