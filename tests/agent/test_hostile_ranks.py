@@ -29,6 +29,7 @@ from services.contract.redis import redis_keys
 from services.contract.system.durable import open_plain
 from services.contract.words.ids import new_job_id
 from services.worker.agent.gangs import runtime
+from services.worker.agent.gangs.events import Condemned
 from services.worker.agent.gangs.runtime import GangRuntime
 from services.worker.agent.host.folders import AttemptFolder, NodeFolder
 from services.worker.agent.host.processes import is_dying, kill_tracers
@@ -341,6 +342,31 @@ def test_the_threads_of_a_rank_that_looks_dead_are_read_beside_the_loop(
         until(lambda: is_dying(dead.pid))
         asyncio.run(run(dead.pid))
     assert threading.main_thread() not in read_in
+
+
+def test_a_gang_ends_though_the_kernel_does_not_let_a_killed_rank_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A call to a storage or a device that does not answer holds it; here nobody reaps it."""
+    monkeypatch.setattr(runtime, "_REAPED_WITHIN_S", 0.0)
+    attempt = NodeFolder(tmp_path, NODE, shared_memory=tmp_path).attempt(JOB, 1)
+    attempt.path.mkdir(parents=True)
+
+    async def run(pid: int) -> None:
+        gang = gang_of(pid, tmp_path, attempt)
+        gang.happen(Condemned("the controller asked for it"))
+        async with asyncio.timeout(20):
+            while not gang.ended:
+                gang.tick()
+                await asyncio.sleep(0)
+        await gang.sweep("no such mark")
+        told = gang.end().exits[0]
+        assert told.signal == signal.SIGKILL
+        assert (told.error or "").startswith("killed: the controller asked for it; the kernel does")
+
+    with subprocess.Popen(["true"]) as dead:
+        until(lambda: is_dying(dead.pid))
+        asyncio.run(run(dead.pid))
 
 
 def test_other_gangs_are_watched_while_what_one_has_left_is_looked_for(

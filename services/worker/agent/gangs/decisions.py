@@ -209,7 +209,9 @@ def _exited(state: GangState, rank: RankState, event: Exited, now: float) -> Dec
     if rank.ended:
         return state, ()
     killed = rank.killed and not event.by_itself
-    rank = replace(rank, exit_code=event.exit_code, signal=event.signal, killed=killed)
+    rank = replace(
+        rank, exit_code=event.exit_code, signal=event.signal, killed=killed, held=event.held
+    )
     left_well = event.exit_code == 0 and rank.failed is None and not rank.misbehaved
     if state.is_script and left_well and rank.finished is None:
         rank = replace(rank, finished=RankFinished(step=0, drained=False))

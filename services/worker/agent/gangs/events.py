@@ -58,12 +58,16 @@ class VoteWaits:
 
 @dataclass(frozen=True)
 class Exited:
-    """A rank was reaped. ``by_itself``: it was dying before any signal of ours."""
+    """A rank was reaped. ``by_itself``: it was dying before any signal of ours.
+
+    ``held``: it was not, long after it was killed: the kernel does not let it end.
+    """
 
     rank: int
     exit_code: int | None
     signal: int | None
     by_itself: bool = False
+    held: bool = False
 
 
 @dataclass(frozen=True)

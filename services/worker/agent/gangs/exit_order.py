@@ -24,6 +24,10 @@ _BRIEF_CHARACTERS: Final = 256
 _LAST_WORDS: Final = 1 << 18
 # What C++ and libraries in C write before they abort for it.
 _LACKED_MEMORY: Final = re.compile(rb"std::bad_alloc|[Cc]annot allocate memory|MemoryError")
+_HELD: Final = (
+    "the kernel does not let it end, and it keeps its memory and its device: does a storage or a device "
+    "that it used not answer?"
+)
 # As Python tells of a thread that ends by an exception: the name, the traceback, the last line.
 _LOST_THREAD: Final = re.compile(
     rb"^Exception in thread .*\n(?:[ \t].*\n|Traceback .*\n)*"
@@ -128,7 +132,8 @@ def _explanation(
         case ExitStanding.FINISHED:
             return None
         case ExitStanding.VICTIM:
-            return f"killed: {state.stopped or 'another rank of the gang failed'}"
+            held = f"; {_HELD}" if rank.held else ""
+            return f"killed: {state.stopped or 'another rank of the gang failed'}{held}"
         case _ if rank.signal == signal.SIGKILL and oom_kills:
             return (
                 "ended by SIGKILL: the kernel killed it, because the node was out of memory; lower "

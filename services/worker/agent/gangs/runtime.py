@@ -6,6 +6,7 @@ import dataclasses
 import signal
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Collection, Coroutine, Iterator, Mapping
 from functools import partial
 from pathlib import Path
@@ -78,6 +79,7 @@ from services.worker.agent.telemetry.hang import Mark
 
 _PIPE_END_S: Final = 2.0
 _REAPED_WITHIN_S: Final = 1.0
+_HELD_LOOKS: Final = 120
 _FOUND_BYTES: Final = 3 << 20  # of a fact; one that is too long is not taken
 _SIGKILL: Final = int(signal.SIGKILL)
 _log = structlog.get_logger()
@@ -141,7 +143,7 @@ class GangRuntime:
         self._oom_kills_before = oom_kills()
         self._first_exit_at: float | None = None
         self._looked_for_dead_at = time.monotonic()
-        self._unreaped: set[int] = set()
+        self._unreaped: Counter[int] = Counter()
         self._marks: dict[int, Mark] = {}
         self._cut_links = CutLinks()
 
@@ -446,16 +448,27 @@ class GangRuntime:
         return frozenset(each.rank for each in living if process_state(each.pid) in STOPPED)
 
     def _free_the_dead(self) -> None:
-        """Have ranks that are dead, or were killed, reaped though somebody traces them."""
+        """Have ranks that are dead, or were killed, reaped though somebody traces them.
+
+        One that the kernel holds all the same, in a call to a storage or a device that does not answer, runs
+        no code any more; after two minutes its gang ends without it, to go on elsewhere.
+        """
         now = time.monotonic()
         if self._freeing or now < self._looked_for_dead_at + _REAPED_WITHIN_S:
             return
         self._looked_for_dead_at = now
         ranks = [rank for rank in self._state.ranks.values() if not rank.ended]
         unreaped = {rank.pid for rank in ranks if rank.killed or is_dying(rank.pid)}
-        if held := unreaped & self._unreaped:
+        if held := unreaped & self._unreaped.keys():
             _run(self._free(held), self._freeing)
-        self._unreaped = unreaped
+        # Looks, not seconds: while the agent is stopped, none passes.
+        self._unreaped = Counter({pid: self._unreaped[pid] + 1 for pid in unreaped})
+        for rank in ranks:
+            if rank.killed and self._unreaped[rank.pid] > _HELD_LOOKS:
+                _log.error(
+                    "killed_rank_does_not_end", job=self.job_id, rank=rank.rank, pid=rank.pid
+                )
+                self.happen(Exited(rank.rank, None, _SIGKILL, held=True))
 
     async def _free(self, pids: Collection[int]) -> None:
         # In a thread: one whose first thread has ended looks dead, and may have thousands of others.

@@ -35,7 +35,7 @@ class RankState:
     """One rank as its agent knows it.
 
     ``arrived`` is the place of its first failure or exit among those of the gang, None before.
-    ``killed``: by us, while it was well. ``misbehaved``: it did what no rank of ours does; what
+    ``killed``: by us, while it was well; ``held``: the kernel does not let it end. ``misbehaved``: it did what no rank of ours does; what
     it says from then on counts for nothing.
     """
 
@@ -47,6 +47,7 @@ class RankState:
     spoke_last_at: float = 0.0
     step_seen: bool = False
     killed: bool = False
+    held: bool = False
     misbehaved: bool = False
     exit_code: int | None = None
     signal: int | None = None
@@ -54,7 +55,7 @@ class RankState:
 
     @property
     def ended(self) -> bool:
-        """Whether the process is reaped."""
+        """Whether the process is reaped, or is not waited for any more."""
         return self.exit_code is not None or self.signal is not None
 
     @property
