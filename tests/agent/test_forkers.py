@@ -39,6 +39,7 @@ from services.worker.agent.ranks.code_cache import CodeCache
 from services.worker.agent.ranks.launch import Crew, Launcher, LaunchError
 from services.worker.agent.ranks.template_link import Imported
 from services.worker.agent.ranks.warm_keeper import WarmKeeper
+from services.worker.agent.ranks.warm_link import ForkRefusedError
 from services.worker.agent.storage.job_storage import Storage
 from services.worker.agent.supervisor import Supervisor
 from tests.agent.conftest import FOREVER, JOB, NODE, PROGRAMS, is_gone, launch
@@ -181,7 +182,7 @@ def test_a_request_that_the_kernel_does_not_send_is_refused_and_the_next_one_ans
 
             with monkeypatch.context() as patched:
                 patched.setattr(link._channel, "send", refuse)
-                with pytest.raises(LaunchError, match=r"not sent: .* in flight"):
+                with pytest.raises(ForkRefusedError, match=r"not sent: .* in flight"):
                     await made.launch(1)
             assert not is_gone((await made.launch(2)).pids[0])
             assert await made.keeper.ready() is link

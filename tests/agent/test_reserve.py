@@ -1,5 +1,6 @@
 """An agent whose system has no thread and no process left still does what its threads are for."""
 
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -7,7 +8,10 @@ from typing import Final
 
 import pytest
 
+from services.contract.messages.facts import LaunchRefused
+from services.contract.system.durable import node_condition
 from services.local.settings import child_environment
+from tests.agent.conftest import NODE, Controller, StartAgent, launch
 
 PROGRAM: Final = """
 import asyncio, os, resource, sys, threading
@@ -44,3 +48,20 @@ def test_threads_are_taken_before_ranks_can_take_them(taken: str) -> None:
     if taken == "reserve":
         assert "no process: [Errno 11]" in done.stdout
         assert str(list(range(1, 21))) in done.stdout
+
+
+def test_a_launch_for_which_no_process_is_left_is_refused_for_what_its_node_lacks(
+    controller: Controller, start_agent: StartAgent
+) -> None:
+    controller.open_job()
+    start_agent(MESHLOOM_TRAINER="crowded_program:train")
+    controller.send(launch())
+    refused = controller.fact(LaunchRefused)
+    assert refused.condition == f"{NODE} can start no more processes"
+    assert refused.reason.startswith("fork failed: ")
+
+
+def test_that_no_port_is_free_is_what_a_node_lacks() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken, pytest.raises(OSError) as refused:  # noqa: PT011 its number
+        socket.create_server(taken.getsockname())
+    assert node_condition(refused.value, NODE) == f"{NODE} has no free port"

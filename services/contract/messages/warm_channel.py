@@ -111,11 +111,12 @@ class RankForked(_WarmMessage):
 
 
 class ForkFailed(_WarmMessage):
-    """Warm to agent: the system refused the fork."""
+    """Warm to agent: the system refused the fork. ``number``: of its error, if it was one."""
 
     kind: Literal["fork_failed"] = "fork_failed"
     rank: int
     reason: str
+    number: int | None = None
 
 
 class RankReaped(_WarmMessage):

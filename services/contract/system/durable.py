@@ -32,6 +32,7 @@ _CONDITIONS: Final[Mapping[int, str]] = MappingProxyType(
         errno.ENFILE: "{node} has no free file handle",
         errno.ENOMEM: "{node} has no memory left",
         errno.EAGAIN: "{node} can start no more processes",
+        errno.EADDRINUSE: "{node} has no free port",
     }
 )
 

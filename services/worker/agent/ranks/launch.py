@@ -23,7 +23,7 @@ from services.worker.agent.ranks.admission import Admission, NotAdmittedError
 from services.worker.agent.ranks.code_cache import CodeCache, NoCodeError
 from services.worker.agent.ranks.template_link import WarmGoneError
 from services.worker.agent.ranks.warm_keeper import WarmKeeper
-from services.worker.agent.ranks.warm_link import ForkRefusedError, WarmLink
+from services.worker.agent.ranks.warm_link import WarmLink
 
 _LOOPBACK: Final = "127.0.0.1"
 _BACKLOG: Final = 4096  # every rank of the gang connects at about the same moment
@@ -97,8 +97,8 @@ class Launcher:
         """Fork all ranks that the plan places here, or none.
 
         Raises:
-            LaunchError: The plan does not suit this node, or a fork failed.
-            OSError: A file or a socket could not be made.
+            LaunchError: The plan does not suit this node, or what forks is gone.
+            OSError: A file, a socket or a process could not be made.
         """
         placements = self._placements_here(command)
         try:
@@ -194,8 +194,8 @@ class Launcher:
             folder: Of the attempt.
 
         Raises:
-            LaunchError: A fork failed.
-            OSError: A file or a socket could not be made.
+            LaunchError: What forks is gone.
+            OSError: A file, a socket or a process could not be made.
         """
         try:
             warm = await self._warm.ready()
@@ -288,7 +288,7 @@ async def _fork_all(
         if failures:
             for pid in forked.values():
                 kill_group(pid)
-            if isinstance(failures[0], WarmGoneError | ForkRefusedError):
+            if isinstance(failures[0], WarmGoneError):
                 raise LaunchError(str(failures[0])) from failures[0]
             raise failures[0]
         closing.pop_all()

@@ -37,8 +37,12 @@ _GONE: Final = (errno.EPIPE, errno.ECONNRESET)
 _log = structlog.get_logger()
 
 
-class ForkRefusedError(Exception):
-    """The system refused to fork a rank."""
+class ForkRefusedError(OSError):
+    """The system refused to fork a rank, for which ``number`` is its error's, if it was one."""
+
+    def __init__(self, reason: str, number: int | None = None) -> None:
+        super().__init__(reason)
+        self.errno = number
 
 
 class WarmLink:
@@ -157,7 +161,8 @@ class WarmLink:
                     return
                 # Nothing was sent: what the kernel refuses, it refuses before the first byte.
                 self._forks.remove(answer)
-                reject(answer, ForkRefusedError(f"the request to fork was not sent: {error}"))
+                why = f"the request to fork was not sent: {error}"
+                reject(answer, ForkRefusedError(why, error.errno))
 
     def _receive(self) -> None:
         try:
@@ -171,8 +176,9 @@ class WarmLink:
             case RankForked(pid=pid):
                 self._on_rank(message)
                 resolve(self._forks.popleft(), pid)
-            case ForkFailed(reason=reason):
-                reject(self._forks.popleft(), ForkRefusedError(f"fork failed: {reason}"))
+            case ForkFailed(reason=reason, number=number):
+                error = ForkRefusedError(f"fork failed: {reason}", number)
+                reject(self._forks.popleft(), error)
             case RankReaped():
                 self._on_rank(message)
             case _:

@@ -115,7 +115,8 @@ class WarmProcess:
         try:
             pid = os.fork()
         except OSError as error:
-            self._channel.send(ForkFailed(rank=seat.rank, reason=str(error)))
+            said = ForkFailed(rank=seat.rank, reason=str(error), number=error.errno)
+            self._channel.send(said)
             return
         finally:
             if os.getpid() == warm:
