@@ -11,6 +11,7 @@ from redis.exceptions import NoPermissionError, OutOfMemoryError
 
 from services.contract.messages.telemetry import MetricRecord, RankSample, StepRecord
 from services.contract.redis import redis_keys
+from services.contract.words.ids import new_job_id
 from services.worker.agent.streams.redis_clients import writing_client
 from services.worker.agent.telemetry.beat import Beat, BeatAnswer
 from services.worker.agent.telemetry.gang_telemetry import Records
@@ -59,6 +60,24 @@ def test_a_repeated_beat_renews_the_lease_and_writes_no_record_twice(
     assert job.steps() == [STEP, STEP]
     lease_ms = job.client.pttl(redis_keys.node_lease(NODE))
     assert 0 < lease_ms <= redis_keys.NODE_LEASE_MS
+
+
+@pytest.mark.parametrize("what", ["another type", "no number"])
+def test_a_job_whose_record_makes_no_sense_costs_no_other_gang_its_beat(
+    controller: Controller, redis_url: str, what: str
+) -> None:
+    other = new_job_id(1_700_000_000_000, bytes([1] * 10))
+    controller.open_job(fence=3)
+    if what == "another type":
+        controller.client.rpush(redis_keys.job(other), "x")
+    else:
+        controller.client.hset(redis_keys.job(other), "fence", "no number")
+
+    async def beat() -> BeatAnswer:
+        async with writing_client(redis_url) as redis:
+            return await Beat(redis, redis, NODE, "one").renew([(other, 2), GANG, (JOB, 3)])
+
+    assert replace(run(beat()), now_ms="") == BeatAnswer(lapsed=True, fenced=(GANG,))
 
 
 def test_a_beat_tells_the_ids_of_its_records_and_tells_them_again_when_it_is_repeated(

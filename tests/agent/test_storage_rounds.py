@@ -109,6 +109,16 @@ def test_only_the_newest_attempts_ranks_are_told_as_running(rounds: Rounds) -> N
         assert (fact.is_running, fact.last_step) == (is_running, 17 if is_running else 0)
 
 
+def test_a_job_whose_record_is_of_another_type_is_not_lost_and_hides_no_lost_one(
+    rounds: Rounds, client: "redis.Redis"
+) -> None:
+    other = new_job_id(1_700_000_000_000, bytes([1] * 10))
+    rounds.storage.open_attempt(launch(1).model_copy(update={"job_id": other}))
+    client.rpush(redis_keys.job(other), "x")
+    rounds.go()
+    assert [fact.job_id for fact in rounds.told if isinstance(fact, JobFound)] == [JOB]
+
+
 def test_a_known_job_is_not_told(rounds: Rounds, client: "redis.Redis") -> None:
     client.hset(redis_keys.job(JOB), "state", "RUNNING")
     rounds.go()

@@ -21,6 +21,7 @@ from typing import Any, Final
 
 import structlog
 from redis.asyncio import Redis
+from redis.exceptions import RedisError, ResponseError
 
 from services.contract.jobs.traces import drafts as trace_drafts
 from services.contract.messages.facts import Fact, RunningGang
@@ -174,9 +175,9 @@ class StorageRounds:
                 for job_id in some:
                     pipe.hget(redis_keys.job(job_id), "state")
                     pipe.sismember(redis_keys.DELETED_JOBS, job_id)
-                answers: list[Any] = await pipe.execute()
-            for job_id, state, deleted in zip(some, answers[0::2], answers[1::2], strict=True):
-                found[job_id] = JobInRedis(state, bool(deleted))
+                answers: list[Any] = await pipe.execute(raise_on_error=False)
+            pairs = zip(answers[0::2], answers[1::2], strict=True)
+            found |= zip(some, map(_said, pairs), strict=True)
         return found
 
     def _cards_of(self, jobs: Iterable[str]) -> dict[str, JobCard]:
@@ -242,6 +243,23 @@ class StorageRounds:
             _log.warning("not_removed", path=str(path), why=str(error))
         else:
             _log.info("orphan_removed", path=str(path))
+
+
+def _said(answers: tuple[object, object]) -> JobInRedis:
+    """What a record's state and the set of deleted jobs say of a job.
+
+    One of another type is no lost one: "", which is no state.
+
+    Raises:
+        RedisError: Redis refused.
+    """
+    state, deleted = answers
+    if isinstance(state, ResponseError) and str(state).startswith("WRONGTYPE"):
+        state = ""
+    for each in (state, deleted):
+        if isinstance(each, RedisError):
+            raise each
+    return JobInRedis(None if state is None else str(state), bool(deleted))
 
 
 @contextlib.contextmanager

@@ -30,8 +30,14 @@ local now = string.format('%.0f', time[1] * 1000 + math.floor(time[2] / 1000))
 local fenced, unknown = {}, {}
 for key = 3, #KEYS do
   local job, fence = ARGV[2 * key - 3], tonumber(ARGV[2 * key - 2])
-  local current = redis.call('HGET', KEYS[key], 'fence')
-  if current and tonumber(current) > fence or redis.call('SISMEMBER', KEYS[2], job) == 1 then
+  local current, why = redis.pcall('HGET', KEYS[key], 'fence'), nil
+  if type(current) == 'table' then
+    current, why = true, current.err
+  end
+  -- A record that makes no sense judges no gang, and must not cost the others their beat.
+  if why and not string.find(why, '^WRONGTYPE') then
+    return redis.error_reply(why)
+  elseif (tonumber(current) or 0) > fence or redis.call('SISMEMBER', KEYS[2], job) == 1 then
     table.insert(fenced, key - 3)
   elseif not current then
     table.insert(unknown, key - 3)
