@@ -2,6 +2,7 @@
 
 import multiprocessing
 import os
+import stat
 from pathlib import Path
 
 import pytest
@@ -13,6 +14,7 @@ from services.contract.storage.manifests import (
     Manifest,
     ShardFile,
 )
+from services.contract.system.rank_user import RankUser
 from services.contract.words.ids import checkpoint_id, new_job_id
 
 JOB = new_job_id(1_700_000_000_000, bytes(10))
@@ -52,6 +54,18 @@ def test_a_repeated_record_keeps_its_number(tmp_path: Path) -> None:
     chain = CommitChain(tmp_path, JOB)
     for _ in range(2):
         assert [chain.append(record) for record in (opened(1), manifest(10))] == [1, 2]
+
+
+def test_what_is_shared_with_ranks_keeps_the_rights_that_its_owner_gave(tmp_path: Path) -> None:
+    """A group's folder on a storage that other nodes, and people, write to."""
+    root = tmp_path / "of a group"
+    root.mkdir()
+    root.chmod(0o2770)
+    chain = CommitChain(root, JOB)
+    chain.append(opened(1))
+    chain.share_with(RankUser("of this process", os.getuid(), os.getgid(), "/"))
+    assert stat.S_IMODE(root.stat().st_mode) == 0o2775
+    assert (root / JOB / "chain").stat().st_mode & 0o777 == 0o755
 
 
 def test_a_job_without_a_chain_has_no_records(tmp_path: Path) -> None:

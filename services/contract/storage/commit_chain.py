@@ -21,6 +21,7 @@ Which fences are open is told by names too, so that damage lets no overtaken att
 import os
 import re
 import secrets
+import stat
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -253,7 +254,8 @@ class CommitChain:
             OSError: The storage refuses.
         """
         for folder in (self._job.parent, self._job, self._folder):
-            folder.chmod(_ALL_READ_AND_ENTER)
+            # Added: the root may be somebody's who has a group write there, or files belong to its group.
+            folder.chmod(stat.S_IMODE(folder.stat().st_mode) | _ALL_READ_AND_ENTER)
         for record in self._folder.iterdir():
             record.chmod(_ALL_READ)
         shards = self._job / "shards"
