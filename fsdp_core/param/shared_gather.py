@@ -16,6 +16,7 @@ nobody waits for it: garbage is collected at other times on other ranks.
 
 from __future__ import annotations
 
+import os
 import threading
 import weakref
 from dataclasses import dataclass
@@ -158,9 +159,9 @@ class SharedSlices:
             self._own_rows.append(elements_of(common, own_place, row.numel, row.dtype))
         _guard_optimizers(self)
 
-    def _departs(self) -> weakref.finalize[[list[Counters]], SharedSlices]:
+    def _departs(self) -> weakref.finalize[[list[Counters], int], SharedSlices]:
         own = self._counters[self._axis.rank : self._axis.rank + 1]
-        departure = weakref.finalize(self, _leave, own)
+        departure = weakref.finalize(self, _leave, own, os.getpid())
         departure.atexit = False  # a process that ends is noticed as such
         return departure
 
@@ -307,9 +308,11 @@ class SharedSlices:
         return _Plan(casts, targets, sources, WholeMemory(wholes))
 
 
-def _leave(counters: list[Counters]) -> None:
-    for each in counters:
-        each.leave()
+def _leave(counters: list[Counters], process: int) -> None:
+    # A child that was forked frees its copy of a model with which this rank goes on to compute.
+    if os.getpid() == process:
+        for each in counters:
+            each.leave()
 
 
 _guarded: weakref.WeakSet[SharedSlices] = weakref.WeakSet()

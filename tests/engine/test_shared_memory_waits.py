@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import gc
+import os
 import sys
 import threading
+import warnings
 from collections import OrderedDict
 from datetime import timedelta
 from typing import cast
@@ -84,7 +86,10 @@ class _Watching(nn.Module):
 WRITING = "tests/shared_memory/writing"
 
 
-@pytest.mark.parametrize("way", ["step", "load", "step by copies", "step by closure"])
+WAYS = ["step", "load", "step by copies", "step by closure", "step after a fork"]
+
+
+@pytest.mark.parametrize("way", WAYS)
 def test_nobody_writes_what_another_computes_with(way: str) -> None:
     gang = Gang(2, "cpu")
     gang.run(check_guarded, way)
@@ -106,11 +111,17 @@ def check_guarded(ctx: RankContext, way: str) -> None:
             torch_private.default_store().set(WRITING, "")
         return 0.0
 
+    if way == "step after a fork":
+        if (child := _forked()) == 0:
+            del model, optimizer
+            gc.collect()
+            os._exit(0)
+        assert os.waitpid(child, 0)[1] == 0
     if way == "step by closure":
         optimizer.step(evaluate)
     else:
         evaluate()
-    if way in {"step", "step by copies"}:
+    if way.startswith("step") and way != "step by closure":
         optimizer.step()
     elif way == "load":
         model.load_state_dict({name: value * 0 for name, value in model.state_dict().items()})
@@ -118,6 +129,14 @@ def check_guarded(ctx: RankContext, way: str) -> None:
         if ctx.rank == 1:
             model.rank = 0
         assert model(torch.ones(())).item() == 0
+
+
+def _forked() -> int:
+    with warnings.catch_warnings():
+        warnings.simplefilter(
+            "ignore", DeprecationWarning
+        )  # of threads, which the child leaves alone
+        return os.fork()
 
 
 def test_an_optimizer_steps_after_the_last_shared_model_is_gone(gangs: Gangs) -> None:
