@@ -384,6 +384,32 @@ def test_commands_that_redis_forbids_singly_are_told_and_end_no_term(redis_url: 
             assert not controller.said(word), word
 
 
+@pytest.mark.parametrize(
+    ("command", "path"),
+    [("hmget", "/v1/jobs"), ("memory", "/v1/jobs"), ("exec", "/v1/capacity")],
+)
+def test_a_list_that_redis_forbids_in_part_is_refused_with_the_reason(
+    redis_url: str, command: str, path: str
+) -> None:
+    with (
+        started(redis_url) as controller,
+        Redis.from_url(redis_url, decode_responses=True) as owner,
+    ):
+        agent = AgentDouble(owner)
+        agent.join()
+        job_id = controller.client.post("/v1/jobs", json=job_body()).json()["id"]
+        agent.trains(agent.launches(job_id), [1])
+        until(lambda: controller.state(job_id) == "RUNNING")
+        owner.execute_command("ACL", "SETUSER", "default", f"-{command}")
+        try:
+            refused = controller.client.get(path)
+        finally:
+            owner.execute_command("ACL", "SETUSER", "default", "+@all")
+        assert (refused.status_code, refused.json()["code"]) == (503, "store_unavailable")
+        assert "ACL" in refused.json()["detail"]
+        assert not controller.said("request_failed")
+
+
 def test_what_a_loop_alone_is_forbidden_is_told_by_readyz(redis_url: str) -> None:
     with (
         started(redis_url) as controller,

@@ -72,8 +72,8 @@ _REFUSAL_CODES: Final = {
     "UNBLOCKED": _WAIT,
 }
 # Of an error within a pipeline redis-py says which command it was of, and then what Redis said: as it is,
-# or as a tuple.
-_BEGINS: Final = r"(?:^|caused error: (?:\([\"'])?)"
+# or as a tuple. Of a transaction that it does not begin Redis says first that it discards it.
+_BEGINS: Final = r"(?:^|caused error: (?:\([\"'])?|discarded because of: )"
 _REFUSAL_CODE: Final = re.compile(rf"{_BEGINS}({'|'.join(_REFUSAL_CODES)})\b")
 # Of another type, or no number where one is counted.
 _MISTYPED: Final = re.compile(rf"{_BEGINS}(?:WRONGTYPE\b|ERR (?:hash )?value is not an integer)")
@@ -311,6 +311,13 @@ def answering() -> Iterator[None]:
 def is_mistyped(answer: object) -> bool:
     """Whether Redis says that a key has another type, or a value that should be a number is none."""
     return isinstance(answer, ResponseError) and _MISTYPED.search(str(answer)) is not None
+
+
+def raise_refusal(answers: Iterable[object]) -> None:
+    """Raise the first error among the answers of a pipeline that is not about a key's type; see ``answering``."""
+    for answer in answers:
+        if isinstance(answer, Exception) and not is_mistyped(answer):
+            raise answer
 
 
 def to_ms(score: float) -> int:

@@ -20,7 +20,7 @@ from services.controller.adapters.redis import job_scripts
 from services.controller.adapters.redis.connection import (
     RedisClients,
     answering,
-    is_mistyped,
+    raise_refusal,
     to_ms,
 )
 from services.controller.adapters.redis.job_rows import Row, read_row
@@ -208,11 +208,10 @@ class JobIndex:
                 for name in job_ids:
                     pipe.hmget(keys.job(name), ["summary", "state"])
                 rows = await pipe.execute(raise_on_error=False)
+            raise_refusal(rows)
         known: dict[str, JobSummary] = {}
         missing: list[str] = []
         for name, row in zip(job_ids, rows, strict=True):
-            if isinstance(row, Exception) and not is_mistyped(row):
-                raise row
             summary = None if isinstance(row, Exception) else _summary(*row)
             if summary is None:
                 missing.append(name)

@@ -29,6 +29,7 @@ from services.controller.adapters.redis.connection import (
     RedisClients,
     answering,
     is_mistyped,
+    raise_refusal,
 )
 from services.controller.adapters.redis.machines import entries_of
 from services.controller.adapters.redis.record_streams import (
@@ -152,12 +153,11 @@ class RedisTelemetry:
                     pipe.memory_usage(name, samples=0)
                 rows = await pipe.execute(raise_on_error=False)
             counts = self._clients.unreadable.of_their_type(names, rows[0::2])
+            raise_refusal(rows[1::2])
         found = zip(job_ids, names, counts, rows[1::2], strict=True)
         fit, room = set(), _LONGEST_SAMPLES
         # Of all together no more is read than of one: what is large leaves out none that is small.
         for job_id, name, count, size in sorted(found, key=_size):
-            if isinstance(size, Exception):
-                raise size
             room -= size or 0
             if (count or 0) > MOST_RANKS or room < 0:
                 self._clients.unreadable.note(

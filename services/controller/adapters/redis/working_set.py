@@ -15,7 +15,12 @@ from typing import Any, Final
 
 from services.contract.redis import redis_keys as keys
 from services.controller.adapters.redis import job_scripts
-from services.controller.adapters.redis.connection import RedisClients, answering, is_mistyped
+from services.controller.adapters.redis.connection import (
+    RedisClients,
+    answering,
+    is_mistyped,
+    raise_refusal,
+)
 from services.controller.adapters.redis.job_rows import Row
 from services.controller.domain.errors import StoreUnavailableError
 from services.controller.ports.jobs import Stored
@@ -177,9 +182,7 @@ class WorkingSet:
                     pipe.hget(keys.job(name), "version")
                     pipe.hstrlen(keys.job(name), "doc")
                 rows = await pipe.execute(raise_on_error=False)
-        for row in rows:
-            if isinstance(row, Exception) and not is_mistyped(row):
-                raise row
+            raise_refusal(rows)
         return {
             name: f"{version if isinstance(version, str) else ''} {length if isinstance(length, int) else 0}"
             for name, version, length in zip(names, rows[0::2], rows[1::2], strict=True)
