@@ -6,6 +6,7 @@ import fcntl
 import os
 import signal
 import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable
@@ -38,7 +39,7 @@ from services.worker.agent.ranks.launch import Crew
 from services.worker.agent.storage.job_storage import Storage
 from services.worker.agent.storage.shared_files import FolderFiles
 from services.worker.agent.supervisor import Supervisor
-from services.worker.agent.telemetry import log_tail
+from services.worker.agent.telemetry import gang_logs, log_tail
 from services.worker.agent.telemetry.log_tail import FILE_BYTES
 from tests.agent.conftest import (
     FOREVER,
@@ -208,7 +209,10 @@ def test_boards_are_closed_beside_the_loop(tmp_path: Path) -> None:
         boards[1].read()
 
 
-def test_of_logs_that_are_too_long_the_last_part_of_one_is_kept_at_a_look(tmp_path: Path) -> None:
+def test_of_logs_that_are_too_long_the_last_part_of_one_is_kept_at_a_look(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(gang_logs, "LOOK_EVERY_S", 0.0)
     logs = [
         tmp_path / f"rank-{rank}.{name}.log" for rank in range(2) for name in ("stdout", "stderr")
     ]
@@ -243,6 +247,7 @@ def test_a_log_that_takes_long_to_empty_holds_up_no_other_gang_and_not_its_own_e
         empty(descriptor, length)
 
     monkeypatch.setattr(os, "ftruncate", take_long)
+    monkeypatch.setattr(gang_logs, "LOOK_EVERY_S", 0.0)
     attempt = NodeFolder(tmp_path, NODE, shared_memory=tmp_path).attempt(JOB, 1)
     attempt.path.mkdir(parents=True)
     log = attempt.log(0, "stdout")
@@ -410,6 +415,49 @@ def test_other_gangs_are_watched_while_what_one_has_left_is_looked_for(
             watching.cancel()
 
     asyncio.run(run())
+
+
+def test_a_home_that_does_not_answer_holds_up_no_loop_while_ranks_train(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As a directory of a server that is away: whoever asks about a file in it waits."""
+    answers = threading.Event()
+    asked_in: list[threading.Thread] = []
+    attempt = NodeFolder(tmp_path, NODE, shared_memory=tmp_path).attempt(JOB, 1)
+    attempt.path.mkdir(parents=True)
+    log = attempt.log(0, "stdout")
+    log.write_bytes(b"a line\n")
+
+    ask = Path.lstat
+
+    def wait(path: Path) -> os.stat_result:
+        if path.parent == attempt.path:
+            asked_in.append(threading.current_thread())
+            if threading.current_thread() is not threading.main_thread():
+                answers.wait()
+        return ask(path)
+
+    monkeypatch.setattr(Path, "lstat", wait)
+
+    async def run(pid: int) -> None:
+        gang = gang_of(pid, tmp_path, attempt)
+        for _ in range(3):
+            gang.tick()
+            assert gang.take_records().logs == ()
+        until(lambda: len(asked_in) > 1)  # to read it, and to start it over
+        assert threading.main_thread() not in asked_in
+        answers.set()
+        async with asyncio.timeout(20):
+            while not (lines := gang.take_records().logs):  # noqa: ASYNC110 a file tells nobody
+                await asyncio.sleep(0.01)
+        assert [line.text for line in lines] == ["a line"]
+
+    with subprocess.Popen([sys.executable, "-c", "import signal; signal.pause()"]) as living:
+        try:
+            asyncio.run(run(living.pid))
+        finally:
+            answers.set()
+            living.kill()
 
 
 @pytest.mark.usefixtures("agent")

@@ -2,7 +2,8 @@
 
 A rank decides how long its file is, of how many pieces, and what else is done with it at a moment. Some file systems,
 XFS among them, have who reads a file wait for who changes it: one call of a rank can take a minute there, and the
-loop renews the lease of the node.
+loop renews the lease of the node. While ranks train it does not even ask how long a file is: a home on a server that
+does not answer for some seconds would cost the node its lease.
 """
 
 import threading
@@ -21,6 +22,8 @@ from services.worker.agent.telemetry.log_tail import IN_USE_WITHIN_S, LogTail
 LINES_PER_BEAT: Final = 1_000
 _LINES_PER_READ: Final = 250
 _READ_WITHIN_S: Final = 0.05
+LOOK_EVERY_S: Final = 1.0
+"""So often it is looked whether a file is too long."""
 _STREAMS: Final[tuple[Literal["stdout", "stderr"], ...]] = ("stdout", "stderr")
 
 
@@ -61,6 +64,7 @@ class GangLogs:
         }
         self._long = deque(self._tails.values())
         self._is_cutting = False
+        self._look_at = 0.0
         self._reading: _Reading | None = None
         self._ended_at: float | None = None
 
@@ -70,8 +74,6 @@ class GangLogs:
         ``last`` says that no rank writes any more.
         """
         if self._reading is None:
-            if not any(tail.has_more() for tail in self._tails.values()):
-                return ()
             self._reading = self._begun(last=last)
         if not self._reading.done.is_set():
             return ()
@@ -91,9 +93,11 @@ class GangLogs:
             tail.end()
 
     def cut_back(self) -> None:
-        """Have logs started over that are too long."""
-        if self._is_cutting or not any(tail.is_too_long() for tail in self._long):
+        """Have logs started over that are too long, if it is time to look."""
+        now = time.monotonic()
+        if self._is_cutting or now < self._look_at:
             return
+        self._look_at = now + LOOK_EVERY_S
         self._is_cutting = True
         try:
             self._beside(self._cut_in_turns)
@@ -118,7 +122,7 @@ class GangLogs:
         try:
             self._long.rotate()
             has_kept = False
-            for tail in self._long:
+            for tail in filter(LogTail.is_too_long, self._long):
                 has_kept = tail.cut_back(may_keep=not has_kept) or has_kept
         finally:
             self._is_cutting = False

@@ -106,13 +106,6 @@ class LogTail:
         last = last and self._offset + len(chunk) >= size
         return lines + self._lines(chunk, limit - len(lines), last=last)
 
-    def has_more(self) -> bool:
-        """Whether the file may have lines that were not read."""
-        try:
-            return self._size() != self._offset
-        except OSError:
-            return False
-
     def is_too_long(self) -> bool:
         """Whether the file is to be started over."""
         try:
