@@ -24,6 +24,7 @@ from functools import partial, wraps
 from typing import TYPE_CHECKING, Final, Self, cast
 
 import torch
+from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
@@ -339,12 +340,12 @@ def _before_step(
 ) -> tuple[tuple[object, ...], dict[str, object]]:
     """Waits now, and after each call of a closure, which computes with what is written next."""
     _await_readers(optimizer)
-
-    def guarded(argument: object) -> object:
-        return _then_await(argument, optimizer) if callable(argument) else argument
-
-    # The optimizer itself comes first.
-    return (*args[:1], *map(guarded, args[1:])), {k: guarded(v) for k, v in kwargs.items()}
+    if callable(closure := kwargs.get("closure")):
+        return args, {**kwargs, "closure": _then_await(closure, optimizer)}
+    # The optimizer itself comes first. Not every optimizer's first argument is a closure.
+    if len(args) > 1 and callable(closure := args[1]) and not isinstance(closure, nn.Module):
+        return (args[0], _then_await(closure, optimizer), *args[2:]), kwargs
+    return args, kwargs
 
 
 def _then_await(

@@ -86,7 +86,14 @@ class _Watching(nn.Module):
 WRITING = "tests/shared_memory/writing"
 
 
-WAYS = ["step", "load", "step by copies", "step by closure", "step after a fork"]
+WAYS = [
+    "step",
+    "load",
+    "step by copies",
+    "step by closure",
+    "step by named closure",
+    "step after a fork",
+]
 
 
 @pytest.mark.parametrize("way", WAYS)
@@ -117,11 +124,12 @@ def check_guarded(ctx: RankContext, way: str) -> None:
             gc.collect()
             os._exit(0)
         assert os.waitpid(child, 0)[1] == 0
-    if way == "step by closure":
-        optimizer.step(evaluate)
-    else:
-        evaluate()
-    if way.startswith("step") and way != "step by closure":
+    by_closure = {
+        "step by closure": lambda: optimizer.step(evaluate),
+        "step by named closure": lambda: optimizer.step(closure=evaluate),
+    }
+    by_closure.get(way, evaluate)()
+    if way in {"step", "step by copies", "step after a fork"}:
         optimizer.step()
     elif way == "load":
         model.load_state_dict({name: value * 0 for name, value in model.state_dict().items()})
