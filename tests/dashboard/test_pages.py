@@ -129,6 +129,7 @@ def test_of_a_long_queue_fifty_rows_are_shown_and_more_when_asked(
     expect(page.locator("tr[data-job]")).to_have_count(waiting)
     for job_id in jobs:
         client.kill(job_id)
+        client.delete(job_id)
 
 
 def test_the_log_is_searched_filtered_followed_and_kept(
