@@ -392,6 +392,7 @@ def test_pools_say_what_they_bring_for_whom_and_what_is_wrong(visit: Open, tmp_p
         expect(row).to_contain_text("the pool does not answer")
         expect(row.get_by_role("link")).to_have_attribute("href", f"#/jobs/{job.id}")
         expect(page.locator("[data-pool=spare]")).to_contain_text("0 of 1")
+        page.close()  # before its controller, of whose end it would complain
 
 
 def test_a_node_is_drained_taken_back_and_forgotten(scene: Scene, visit: Open) -> None:
