@@ -72,11 +72,11 @@ class RankUser:
         os.chown(folder, self.uid, self.gid)
 
     def become(self) -> None:
-        """Make this process, with all of its threads, one of this user's for good.
+        """Make this process, with all of its threads, one of this user's for good; see also `forgo_rights`.
 
-        No program that it starts can gain rights again. What the kernel forgets with the old user is
-        set again by the caller: the signal at its parent's end. A working directory that the user cannot
-        reach by its path is left for ``/``: it would open what lies behind folders that are closed to the user.
+        What the kernel forgets with the old user is set again by the caller: the signal at its parent's end.
+        A working directory that the user cannot reach by its path is left for ``/``: it would open what lies
+        behind folders that are closed to the user.
 
         Raises:
             OSError: This process may not.
@@ -85,10 +85,8 @@ class RankUser:
         os.setgroups(groups)
         os.setresgid(self.gid, self.gid, self.gid)
         os.setresuid(self.uid, self.uid, self.uid)
-        prctl = ctypes.CDLL(None).prctl
-        prctl(_PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0)
         # The kernel hides a process that has changed its user even from itself.
-        prctl(_PR_SET_DUMPABLE, 1, 0, 0, 0)
+        ctypes.CDLL(None).prctl(_PR_SET_DUMPABLE, 1, 0, 0, 0)
         own = {"HOME": self.home, "USER": self.name, "LOGNAME": self.name}
         os.environ.update(own)  # noqa: TID251 written, for user code and its children
         try:
@@ -97,16 +95,19 @@ class RankUser:
             os.chdir("/")
 
 
-def leave_session_keys() -> None:
-    """Join a session keyring of this process's own: whoever has root's may use root's keys as any user.
+def forgo_rights() -> None:
+    """Let no program that this process starts gain rights, and join a session keyring of the process's own.
 
-    To be called before `RankUser.become`, by a process of one thread: each thread has a keyring.
+    Whoever has root's session keyring may use root's keys as any user. To be called before
+    `RankUser.become`, by a process of one thread: a thread that is there already keeps root's keyring, and
+    may gain rights.
 
     Raises:
-        OSError: The kernel refuses; not where it has no keys, or none for this process (seccomp).
+        OSError: The kernel refuses a keyring; not where it has no keys, or none for this process (seccomp).
     """
-    number = _KEYCTL.get(platform.machine())
     libc = ctypes.CDLL(None, use_errno=True)
+    libc.prctl(_PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0)
+    number = _KEYCTL.get(platform.machine())
     if number is None or libc.syscall(number, _KEYCTL_JOIN_SESSION_KEYRING, None) >= 0:
         return
     if (error := ctypes.get_errno()) not in {errno.ENOSYS, errno.EPERM}:

@@ -25,7 +25,7 @@ from typing import Final, NoReturn
 from pydantic import BaseModel
 
 from services.contract.messages.rank_stacks import STACKS_SIGNAL
-from services.contract.system.rank_user import RankUser, leave_session_keys
+from services.contract.system.rank_user import RankUser, forgo_rights
 from services.worker.rank.process.warm import children, die_with_parent, end_strays
 
 _PR_SET_CHILD_SUBREAPER: Final = 36
@@ -86,7 +86,7 @@ def run_program(
     try:
         die_with_parent(parent)
         if user is not None:
-            leave_session_keys()
+            forgo_rights()
             user.become()
             die_with_parent(parent)  # the kernel forgets it with the old user
         main(Question(question, answer))

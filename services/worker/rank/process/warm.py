@@ -32,7 +32,7 @@ from services.contract.system.durable import append_plain
 from services.contract.system.mask import Mask
 from services.contract.system.own_process import LossyOutput
 from services.contract.system.pipe_end import PipeEnd
-from services.contract.system.rank_user import RankUser, leave_session_keys
+from services.contract.system.rank_user import RankUser, forgo_rights
 from services.worker.rank.metrics.files import MetricFiles
 from services.worker.rank.process.host_memory import limit_memory
 from services.worker.rank.process.seat import take_seat
@@ -163,6 +163,8 @@ class WarmProcess:
             for descriptor in (self._lifeline, *later):
                 os.close(descriptor)
             _redirect_output(Path(seat.log_folder), seat.rank, Mask(seat.secrets))
+            if self._is.user is not None:
+                forgo_rights()  # before torch starts threads
             if seat.rank == 0:
                 sys.stderr.writelines(f"WARNING: {notice}\n" for notice in self._is.notices)
             faulthandler.enable()
@@ -170,8 +172,6 @@ class WarmProcess:
             if seat.spec.resources.memory_gib is not None:
                 limit_memory(int(seat.spec.resources.memory_gib * _GIB))
             listen_fd = listening[0] if listening else None
-            if self._is.user is not None:
-                leave_session_keys()
             take_seat(
                 seat,
                 PipeEnd(reading, writing),
