@@ -56,16 +56,35 @@ def test_a_repeated_record_keeps_its_number(tmp_path: Path) -> None:
         assert [chain.append(record) for record in (opened(1), manifest(10))] == [1, 2]
 
 
-def test_what_is_shared_with_ranks_keeps_the_rights_that_its_owner_gave(tmp_path: Path) -> None:
-    """A group's folder on a storage that other nodes, and people, write to."""
+RANKS = RankUser("of ranks", os.getuid(), os.getgid() + 1, "/")
+
+
+@pytest.mark.parametrize(
+    ("group", "given", "left"),
+    [
+        (os.getgid(), 0o2770, 0o2775),
+        (os.getgid(), 0o3777, 0o2775),
+        (RANKS.gid, 0o2770, 0o2755),
+    ],
+)
+def test_what_is_shared_with_ranks_keeps_the_rights_that_its_owner_gave_others(
+    tmp_path: Path, group: int, given: int, left: int
+) -> None:
+    """A group's folder on a storage that other nodes, and people, write to, but no rank."""
+    if group not in {os.getgid(), *os.getgroups()} and os.getuid() != 0:
+        pytest.skip("only root gives a folder to a group that it is not in")
     root = tmp_path / "of a group"
     root.mkdir()
-    root.chmod(0o2770)
+    os.chown(root, -1, group)
+    root.chmod(given)
     chain = CommitChain(root, JOB)
     chain.append(opened(1))
-    chain.share_with(RankUser("of this process", os.getuid(), os.getgid(), "/"))
-    assert stat.S_IMODE(root.stat().st_mode) == 0o2775
-    assert (root / JOB / "chain").stat().st_mode & 0o777 == 0o755
+    for folder in (root / JOB, root / JOB / "chain"):
+        folder.chmod(0o2777)  # as an access list of the root has new folders made
+    chain.share_with(RANKS)
+    assert stat.S_IMODE(root.stat().st_mode) == left
+    for folder in (root / JOB, root / JOB / "chain"):
+        assert stat.S_IMODE(folder.stat().st_mode) == 0o2755
 
 
 def test_a_job_without_a_chain_has_no_records(tmp_path: Path) -> None:

@@ -253,9 +253,14 @@ class CommitChain:
         Raises:
             OSError: The storage refuses.
         """
-        for folder in (self._job.parent, self._job, self._folder):
-            # Added: the root may be somebody's who has a group write there, or files belong to its group.
-            folder.chmod(stat.S_IMODE(folder.stat().st_mode) | _ALL_READ_AND_ENTER)
+        root = self._job.parent
+        # Somebody may have a group write there. Ranks must not, who could put other folders in the place of jobs'.
+        groups = os.getgrouplist(user.name, user.gid)
+        kept = stat.S_ISGID if root.stat().st_gid in groups else stat.S_ISGID | stat.S_IWGRP
+        _open_to_all(root, kept)
+        # An access list of the root may have given ranks rights here.
+        for folder in (self._job, self._folder):
+            _open_to_all(folder, stat.S_ISGID)
         for record in self._folder.iterdir():
             record.chmod(_ALL_READ)
         shards = self._job / "shards"
@@ -291,3 +296,8 @@ class CommitChain:
     def _name_fence(self, fence: int) -> None:
         # Made durable with the record that follows it.
         self._files.touch(self._folder / f"{_OPENED}{fence:04d}")
+
+
+def _open_to_all(folder: Path, kept: int) -> None:
+    """Let all read and enter a folder, and its owner write; of its other rights `kept` stay."""
+    folder.chmod(stat.S_IMODE(folder.stat().st_mode) & kept | _ALL_READ_AND_ENTER)
