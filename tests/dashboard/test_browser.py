@@ -487,3 +487,12 @@ def test_words_without_end_are_broken_so_that_no_page_scrolls_sideways(
         page.wait_for_function(
             "() => document.documentElement.scrollWidth <= document.documentElement.clientWidth"
         )
+
+
+@pytest.mark.usefixtures("scene")
+def test_a_short_label_stays_on_one_line_where_the_table_of_jobs_scrolls(visit: Open) -> None:
+    page = visit(viewport={"width": 760, "height": 800}).open("#/jobs")
+    label = page.get_by_text("team=demo").first
+    expect(label).to_be_visible()
+    lines = "each => each.clientHeight / parseFloat(getComputedStyle(each).lineHeight)"
+    assert round(label.evaluate(lines)) == 1
