@@ -179,11 +179,13 @@ def test_ranks_of_another_user_keep_checkpoints_in_a_bucket_and_load_them(home: 
     ):
         job_id = stack.submit(**LONG, resources={"ranks": 1, "device": "cpu"}).id
         until(lambda: stack.job(job_id).latest_checkpoint)
+        # The second one already, where a slow machine had cost the node its lease.
+        before = stack.job(job_id).attempt
         (rank,) = stack.client.ranks(job_id).items
         # Alone on a node it has threads to compute with.
         assert may_gain_rights(rank.pid or 0) == set()
         stack.part("services.worker.agent").kill()  # the next one has no copies of shards
-        until(lambda: stack.job(job_id).attempt == 2)
+        until(lambda: stack.job(job_id).attempt > before)
         until(lambda: stack.client.attempts(job_id).items[-1].first_step_at)
         assert stack.client.attempts(job_id).items[-1].resumed_from is not None
         assert (home / "copies").stat().st_mode & 0o777 == 0o711
