@@ -186,8 +186,9 @@ def test_a_gang_lives_on_while_redis_is_away_and_nothing_is_lost(
         last = next(e.step for e in end.exits if e.rank == 0)
         assert [record.step for record in controller.steps()] == list(range(1, last + 1))
         assert len([line for line in controller.logs() if line.rank == 0]) == 50
-        # Sent again if Redis was killed after it had kept it and before it said so.
-        assert len({fact.model_dump_json() for fact in controller.all_of(GangProgressed)}) == 1
+        # Sent again if Redis was killed after it had kept it and before it said so, or if a rank
+        # said more of itself after its first step.
+        assert len({fact.step for fact in controller.all_of(GangProgressed)}) == 1
         controller.client.close()
         assert agent.stop() == 0
 

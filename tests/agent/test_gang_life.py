@@ -85,6 +85,8 @@ def test_an_agent_leaves_while_much_waits_for_a_bucket_that_does_not_answer(
     with s3_server() as server:
         agent = start_agent(**server.environment, MESHLOOM_CHECKPOINT_ROOT=f"s3://{BUCKET}/silent")
         controller.fact(NodeJoined)
+        inbox = redis_keys.node_inbox(NODE)
+        until(lambda: controller.client.exists(inbox))  # with the group of those who read it
         server.freeze()
         jobs = [new_job_id(1_700_000_000_000, bytes([n] * 10)) for n in range(1, 33)]
         controller.send(
@@ -93,7 +95,6 @@ def test_an_agent_leaves_while_much_waits_for_a_bucket_that_does_not_answer(
                 for job in jobs
             )
         )
-        inbox = redis_keys.node_inbox(NODE)
         pending = partial(controller.client.xpending, inbox, redis_keys.INBOX_GROUP)
         until(lambda: pending()["pending"] == len(jobs), timeout_s=60)
         assert agent.stop() == 0
