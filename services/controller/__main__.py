@@ -232,9 +232,8 @@ async def serve(
             leading.cancel()
             await asyncio.wait([leading])
             _log.info("stopped")
-        if (
-            not leading.cancelled()
-        ):  # it died: who supervises this process is not to take that for a wanted end
+        if not leading.cancelled():
+            # It died: whoever supervises this process must not take that for a wanted end.
             sys.exit(1)
 
 
