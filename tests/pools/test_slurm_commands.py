@@ -4,7 +4,6 @@ import asyncio
 import contextlib
 from pathlib import Path
 
-import psutil
 import pytest
 
 from services.controller.adapters.pools import slurm
@@ -12,6 +11,8 @@ from services.controller.adapters.pools.pools_file import SlurmPoolConfig
 from services.controller.adapters.pools.slurm import SlurmPool
 from services.controller.domain.scheduling.reservations import Sighting
 from services.controller.ports.pools import AgentProcess, PoolError, PoolRefusedError
+from services.worker.agent.host.processes import is_dying
+from tests.waiting import until
 
 
 def pool_with(folder: Path, **programs: str) -> SlurmPool:
@@ -41,7 +42,7 @@ def test_a_command_that_does_not_end_is_killed_with_its_children(
     with pytest.raises(PoolError, match=r"squeue did not end within 0\.5 s"):
         asyncio.run(pool_with(tmp_path, squeue=lines).sightings())
     child = int((tmp_path / "child").read_text())
-    assert not psutil.pid_exists(child) or psutil.Process(child).status() == psutil.STATUS_ZOMBIE
+    until(lambda: is_dying(child))
 
 
 def test_only_batch_jobs_of_this_owner_and_pool_are_seen(tmp_path: Path) -> None:
