@@ -141,9 +141,8 @@ def check_guarded(ctx: RankContext, way: str) -> None:
 
 def _forked() -> int:
     with warnings.catch_warnings():
-        warnings.simplefilter(
-            "ignore", DeprecationWarning
-        )  # of threads, which the child leaves alone
+        # Of threads, which the child leaves alone.
+        warnings.simplefilter("ignore", DeprecationWarning)
         return os.fork()
 
 

@@ -35,8 +35,8 @@ class RankState:
     """One rank as its agent knows it.
 
     ``arrived`` is the place of its first failure or exit among those of the gang, None before.
-    ``killed``: by us, while it was well; ``held``: the kernel does not let it end. ``misbehaved``: it did what no rank of ours does; what
-    it says from then on counts for nothing.
+    ``killed``: by us, while it was well. ``held``: the kernel does not let it end. ``misbehaved``: it
+    did what no rank of ours does; what it says from then on counts for nothing.
     """
 
     rank: int
