@@ -1,5 +1,6 @@
 """How the pages look, from a phone to a wall, in both themes, and to those who do not see them."""
 
+import contextlib
 import functools
 import json
 from dataclasses import dataclass, field
@@ -79,18 +80,27 @@ def walk(
     axe = (installed / "node_modules/axe-core/axe.min.js").read_text()
     comparison = Comparison(browser)
     found = Walk(comparison.fonts)
+    known_fonts = json.loads((BASELINES / "fonts.json").read_text())
     size = ViewportSize(width=WIDTH, height=HEIGHT)
     tab = Visit(browser.new_page(viewport=size), controller.url)
     tab.listen()
     for name, (route, landmark) in routes(scene, plan).items():
         page = tab.open(route)
         settled(page, landmark)
-        scene.agent.beat(scene.gang, STEPS)
-        expect(page.locator("tr.stale")).to_have_count(0)
-        if name in COMPARED:
+
+        def looks_as_before(name: str = name, page: Page = page) -> bool:
+            scene.agent.beat(scene.gang, STEPS)
+            expect(page.locator("tr.stale")).to_have_count(0)
+            if name not in COMPARED:
+                return True
             found.pictures[name] = comparison.shrunk(page)
             baseline = (BASELINES / f"{name}.png").read_bytes()
             found.differences[name] = comparison.difference(found.pictures[name], baseline)
+            return found.differences[name] < _MOST_DIFFERENT
+
+        # On a busy machine a rank may be shown as silent by the time that the picture is taken.
+        with contextlib.suppress(RetryError):
+            until(looks_as_before, timeout_s=10 if found.fonts == known_fonts else 0)
         page.evaluate(axe)
         faults = page.evaluate(_RULES, ["wcag2a", "wcag2aa", "wcag21a", "wcag21aa"])
         page.emulate_media(color_scheme="dark")
