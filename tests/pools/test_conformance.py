@@ -316,9 +316,7 @@ def test_an_agents_end_ends_the_others(world: World, tmp_path: Path) -> None:
     agents = reserved.joined()
     agents[reserved.node_ids[1]].kill()
     until(reserved.is_seen_gone)
-    sighting = reserved.sighting()
-    assert sighting is not None
-    assert world.ended in sighting.reason
+    until(lambda: world.ended in until(reserved.sighting).reason)
     if not world.ends_by_itself:
         reserved.release()
     until(lambda: gone(list(agents.values())))
