@@ -2,7 +2,6 @@
 
 import contextlib
 import shutil
-import socket
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -26,6 +25,7 @@ from meshloom.client import RestClient as Client
 from services.cli.errors import CliError
 from services.local.children import die_with_parent
 from services.local.settings import child_environment
+from tests.e2e.conftest import free_port
 from tests.waiting import until
 
 _FLAGS: Final = (
@@ -54,9 +54,7 @@ class Controller:
     def __init__(
         self, redis_url: str, home: Path, token: str | None = None, **settings: str
     ) -> None:
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            port = int(probe.getsockname()[1])
+        port = free_port()
         self.url = f"http://127.0.0.1:{port}"
         self.storage = home / "checkpoints"
         self.client = Client(self.url, token)
@@ -80,7 +78,7 @@ class Controller:
         self._process = self._spawn()
 
     def wait_until_ready(self) -> None:
-        until(self._is_ready, timeout_s=30)
+        until(self._is_ready)
 
     def kill(self) -> None:
         self._process.kill()

@@ -1,6 +1,7 @@
 """A whole Meshloom for the tests: real Redis, controller, agent and ranks, on a home of its own."""
 
 import contextlib
+import secrets
 import signal
 import socket
 import subprocess
@@ -158,7 +159,16 @@ def _ready(client: Client, process: subprocess.Popen[bytes], home: Path) -> bool
 
 
 def free_port() -> int:
-    """A port that was free a moment ago."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+    """A port that was free a moment ago, of those that the kernel gives to no connection by itself.
+
+    One of the others may be the near end of somebody's connection by the time that a server asks for it.
+    """
+    lowest, own = 20_000, 0  # below are those of Ray
+    with contextlib.suppress(OSError):  # not on Linux
+        given = Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()
+        own = int(given[0]) - lowest
+    while True:
+        wanted = lowest + secrets.randbelow(own) if own > 0 else 0
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.bind(("127.0.0.1", wanted))
+            return int(probe.getsockname()[1])
