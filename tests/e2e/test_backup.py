@@ -91,7 +91,9 @@ def test_a_stack_is_saved_while_it_trains_and_goes_on_bit_for_bit_after_it_was_w
     with whole(tmp_path, port) as stack:
         done = stack.rested(stack.submit(name="done").id)
         kept = stack.client.checkpoints(done.id).items
-        training = stack.submit(**LONG, name="training").id
+        # Of so many steps that it trains on while the backup is made.
+        long = {**LONG, "train": {"steps": 160, "global_batch": 4, "seed": 7}}
+        training = stack.submit(**long, name="training").id
         until(
             lambda: [
                 c

@@ -23,7 +23,7 @@ from tests.waiting import until
 pytestmark = [pytest.mark.ranks, pytest.mark.redis]
 
 STEPS = {
-    "train": {"steps": 150, "global_batch": 4, "seed": 7},
+    "train": {"steps": 240, "global_batch": 4, "seed": 7},
     "checkpoint": {"every_steps": 60, "keep_last": 5},
 }
 

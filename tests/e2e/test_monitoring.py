@@ -42,7 +42,8 @@ def scraped(stack: Stack, path: str = "/v1/metrics") -> Samples:
 
 def test_every_series_of_rules_and_dashboard_is_there_while_a_job_runs(stack: Stack) -> None:
     assert len(asked_for()) >= 20
-    job_id = stack.submit(**LONG).id
+    endless = {**LONG, "train": {"steps": 1_000_000, "global_batch": 4, "seed": 7}}
+    job_id = stack.submit(**endless).id
     stack.at_step(job_id, 21)
 
     def all_there() -> Samples | None:

@@ -16,6 +16,7 @@ from meshloom.client import RestClient as Client
 from services.contract.redis import redis_keys
 from services.local.settings import child_environment
 from tests.e2e.conftest import LONG, USER_MODELS, Stack, free_port, tiny_spec
+from tests.parts import gone
 from tests.waiting import until
 
 OPERATOR = "an-operator-of-this-test"
@@ -99,7 +100,9 @@ def test_only_the_controller_holds_its_secrets_and_killing_the_owner_leaves_no_p
 
 def test_a_run_that_was_interrupted_goes_on_with_its_job(tmp_path: Path) -> None:
     spec_file = tmp_path / "spec.yaml"
-    spec_file.write_text(json.dumps(tiny_spec(**LONG)))
+    # Of so many steps that it is interrupted long before its end.
+    train = {"steps": 160, "global_batch": 4, "seed": 7}
+    spec_file.write_text(json.dumps(tiny_spec(**LONG | {"train": train})))
     port = free_port()
     environment = {
         "MESHLOOM_HOME": str(tmp_path),
@@ -140,7 +143,7 @@ def test_ctrl_c_while_it_starts_ends_it_at_once(tmp_path: Path) -> None:
         assert owner.returncode == 0
     assert "is up" not in said
     assert "Traceback" not in said
-    assert not any(p.is_running() and p.status() != psutil.STATUS_ZOMBIE for p in family)
+    until(lambda: gone(family))
 
 
 def test_ctrl_c_ends_the_wait_for_a_redis_that_does_not_answer(tmp_path: Path) -> None:

@@ -93,11 +93,16 @@ def test_a_job_makes_room_and_leaves_a_drained_node_without_losing_or_paying_any
     urgent = stack.submit(resources={"ranks": 4, "device": "cpu"}, priority=5)
     assert stack.rested(urgent.id).state is JobState.SUCCEEDED
     (node,) = stack.client.nodes().items
-    stack.at_step(job_id, 40)
+    # Its second attempt has begun, and has most of its steps before it.
+    until(lambda: _first_step_of(stack, job_id, 2))
     assert stack.client.drain(node.id, DrainRequest()).state is NodeState.DRAINING
     until(lambda: stack.job(job_id).state is JobState.RESTARTING)
-    (entry,) = until(lambda: stack.client.queue().items)
-    assert (entry.job_id, "draining" in entry.reason) == (job_id, True)
+
+    def waits_for_the_node() -> bool:
+        told = [(entry.job_id, "draining" in entry.reason) for entry in stack.client.queue().items]
+        return told == [(job_id, True)]
+
+    until(waits_for_the_node)
     assert stack.client.undrain(node.id).state is NodeState.READY
     done = stack.rested(job_id)
     assert (done.state, done.restarts) == (JobState.SUCCEEDED, 0)
@@ -135,7 +140,8 @@ def test_a_job_that_can_never_fit_is_refused_and_one_that_cannot_now_waits(stack
     with pytest.raises(RefusedError, match="5"):
         stack.submit(resources={"ranks": 5, "device": "cpu"}, train={"steps": 1, "global_batch": 5})
     large = {"resources": {"ranks": 4, "device": "cpu"}}
-    running = stack.submit(**LONG, **large)
+    endless = {**LONG, "train": {"steps": 1_000_000, "global_batch": 4, "seed": 7}}
+    running = stack.submit(**endless, **large)
     stack.at_step(running.id, 1)
     waiting = stack.submit(**large)
     held = until(lambda: _with_reason(stack, waiting.id))
@@ -157,6 +163,11 @@ def _in_state(stack: Stack, job_id: str, state: JobState) -> JobView | None:
     job = stack.job(job_id)
     assert job.state is not JobState.FAILED, job.failure
     return job if job.state is state else None
+
+
+def _first_step_of(stack: Stack, job_id: str, fence: int) -> int | None:
+    attempts = {attempt.fence: attempt for attempt in stack.client.attempts(job_id).items}
+    return attempts[fence].first_step if fence in attempts else None
 
 
 def _with_reason(stack: Stack, job_id: str) -> JobView | None:
