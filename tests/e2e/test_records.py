@@ -62,7 +62,9 @@ def told(stack: Stack, job_id: str) -> dict[str, object]:
 
 
 def closed(stack: Stack, client: "redis.Redis", job_id: str) -> None:
-    until(lambda: client.exists(keys.job_last(job_id)), timeout_s=30)
+    until(lambda: client.exists(keys.job_last(job_id)))
+    # What may go is told a moment later.
+    until(lambda: client.ttl(keys.job_records(job_id)) >= 0)
     assert {p.name for p in records_folder(root(stack), job_id).iterdir()} >= {
         "steps.jsonl.gz",
         "events.jsonl.gz",
@@ -109,13 +111,13 @@ def test_a_wiped_redis_costs_a_curve_what_was_not_in_storage_yet(stack: Stack) -
     newest = max(view.step for view in before.items)
     # The first attempt may have gone further than the second one has by now.
     shown = {(view.step, view.fence) for view in before.items}
-    until(lambda: shown <= _steps_in_storage(stack, job_id), timeout_s=30)
+    until(lambda: shown <= _steps_in_storage(stack, job_id))
     with redis_of(stack) as client:
         client.flushall()
         assert not client.exists(keys.job_steps(job_id))
 
     until(lambda: _state(stack, job_id) is JobState.RUNNING, timeout_s=120)
-    until(lambda: max(stack.losses(job_id)) > newest + 20, timeout_s=60)
+    until(lambda: max(stack.losses(job_id), default=0) > newest + 20)
     after = stack.client.metrics(job_id, max_points=10_000)
     steps = [view.step for view in after.items]
     assert len(steps) == len(set(steps))
