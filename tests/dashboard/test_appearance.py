@@ -113,7 +113,7 @@ def walk(
         for width in _WIDTHS:
             page.set_viewport_size(ViewportSize(width=width, height=HEIGHT))
             try:
-                until(functools.partial(page.evaluate, _FITS), timeout_s=3)
+                until(functools.partial(page.evaluate, _FITS), timeout_s=20)
             except RetryError:
                 found.wide.append((name, width, page.evaluate(_TOO_WIDE)))
         page.set_viewport_size(size)

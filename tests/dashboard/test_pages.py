@@ -96,7 +96,7 @@ def test_runs_are_overlaid_and_their_specs_stand_side_by_side(scene: Scene, visi
     summary = re.compile(r"^Loss: .*broken-shapes \d.*stdlib-gpt \d")
     expect(loss.get_by_role("img", name=summary)).to_be_visible()
     steps = page.locator('[data-pointer="/train/steps"] td')
-    assert steps.all_inner_texts() == ["900", "600"]
+    expect(steps).to_have_text(["900", "600"])
     expect(page.locator('[data-pointer="/data/factory"]')).to_have_count(0)
     page.get_by_label("equal fields too").check()
     expect(page.locator('[data-pointer="/data/factory"]')).to_contain_text("stdlib_bytes")
@@ -121,6 +121,7 @@ def test_of_a_long_queue_fifty_rows_are_shown_and_more_when_asked(
 ) -> None:
     client = scene.controller.client
     jobs = [client.submit(spec(f"one-of-many-{n}", ranks=4, priority=-2)).id for n in range(51)]
+    until(lambda: set(jobs) <= {entry.job_id for entry in client.queue().items})
     waiting = len(client.queue().items)
     page = visit().open("#/queue")
     expect(page.get_by_text(f"{waiting} jobs wait")).to_be_visible()
