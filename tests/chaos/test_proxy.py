@@ -26,7 +26,7 @@ def through(proxy: ChaosProxy, redis_url: str) -> Iterator[redis.Redis]:
         port=proxy.port,
         password=urlsplit(redis_url).password,
         retry=Retry(NoBackoff(), 0),
-        socket_timeout=0.5,
+        socket_timeout=3.0,
     ) as client:
         yield client
 

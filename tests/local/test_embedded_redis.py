@@ -16,6 +16,8 @@ from services.local.embedded_redis import (
     find_redis_server,
 )
 from services.local.settings import LocalSettings, child_environment
+from tests.parts import gone
+from tests.waiting import until
 
 pytestmark = pytest.mark.redis
 
@@ -85,8 +87,7 @@ def test_it_dies_with_its_owner_even_when_that_is_killed(tmp_path: Path) -> None
         assert owner.stdout is not None
         server = psutil.Process(int(owner.stdout.readline()))
         os.kill(owner.pid, signal.SIGKILL)
-    psutil.wait_procs([server], timeout=20)
-    assert not server.is_running() or server.status() == psutil.STATUS_ZOMBIE
+    until(lambda: gone([server]))
 
 
 def test_the_wheels_server_serves_where_path_has_none(
