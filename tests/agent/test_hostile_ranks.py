@@ -90,6 +90,7 @@ WORDS = {
 }
 
 
+@pytest.mark.timeout(500)
 def test_hostile_ranks_end_their_own_gangs_with_the_reason_while_an_innocent_one_trains_on(
     agent: AgentProcess, controller: Controller
 ) -> None:
@@ -106,6 +107,7 @@ def test_hostile_ranks_end_their_own_gangs_with_the_reason_while_an_innocent_one
     lasting = {jobs["flood"], jobs["traced at its end"]}
     until(
         lambda: {end.job_id for end in controller.all_of(GangEnded)} >= {*jobs.values()} - lasting,
+        timeout_s=240,
         every_s=0.5,
     )
     told = [fact.job_id for fact in controller.all_of(Evaluated)].count(jobs["flood"])
@@ -120,7 +122,7 @@ def test_hostile_ranks_end_their_own_gangs_with_the_reason_while_an_innocent_one
         assert words in (first.error or ""), deed
     assert len(controller.all_of(GangEnded)) == len(jobs)
     stranger = agent.folder.attempt(jobs["stranger"], 1).path / "stranger"
-    assert is_gone(int(stranger.read_text()))
+    until(lambda: is_gone(int(stranger.read_text())))
     assert controller.all_of(CheckpointCorrupt) == []
     assert controller.all_of(CheckpointVoted) == []
     spoilt = {job for deed, job in jobs.items() if deed.startswith(("storage", "chain"))}
@@ -261,7 +263,7 @@ def test_a_log_that_takes_long_to_empty_holds_up_no_other_gang_and_not_its_own_e
         assert gang.take_records().logs == ()
         assert not gang.drained()
         freed.set()
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(60):
             while not (lines := gang.take_records().logs):  # noqa: ASYNC110 a file tells nobody
                 await asyncio.sleep(0.01)
             assert f"{FILE_BYTES + 1} bytes until here" in lines[0].text
@@ -360,7 +362,7 @@ def test_a_gang_ends_though_the_kernel_does_not_let_a_killed_rank_end(
     async def run(pid: int) -> None:
         gang = gang_of(pid, tmp_path, attempt)
         gang.happen(Condemned("the controller asked for it"))
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(60):
             while not gang.ended:
                 gang.tick()
                 await asyncio.sleep(0)
@@ -389,7 +391,7 @@ def test_other_gangs_are_watched_while_what_one_has_left_is_looked_for(
     told: list[Fact] = []
 
     async def run() -> None:
-        async with forkers(tmp_path) as made, asyncio.timeout(20):
+        async with forkers(tmp_path) as made, asyncio.timeout(60):
             supervisor = Supervisor(
                 NODE,
                 made.folder,
@@ -447,7 +449,7 @@ def test_a_home_that_does_not_answer_holds_up_no_loop_while_ranks_train(
         until(lambda: len(asked_in) > 1)  # to read it, and to start it over
         assert threading.main_thread() not in asked_in
         answers.set()
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(60):
             while not (lines := gang.take_records().logs):  # noqa: ASYNC110 a file tells nobody
                 await asyncio.sleep(0.01)
         assert [line.text for line in lines] == ["a line"]

@@ -49,8 +49,8 @@ def train(*, seat: RankSeat, pipe: AgentPipe, board: BoardWriter, listen_fd: int
     drained = False
     for step in range(1, steps + 1):
         _misbehave(options, seat.rank, step)
-        if options.get("misdeed") and (seat.rank, step) == (1, 3):
-            MISDEEDS[options["misdeed"]](seat, pipe._end)
+        if options.get("misdeed"):
+            _do_wrong(options["misdeed"], seat, pipe, step)
         threading.Event().wait(options.get("pause_s", 0.0))
         board.finish_step(
             BoardStep(
@@ -78,6 +78,17 @@ def train(*, seat: RankSeat, pipe: AgentPipe, board: BoardWriter, listen_fd: int
         pipe.send(RankEvaluated(step=steps, loss=1.5, tokens=10, baselines={"bigram": 2.4}))
         assert (listen_fd is None) is (seat.rank != 0)
     pipe.send(RankFinished(step=board.snapshot.step, drained=drained))
+
+
+def _do_wrong(deed: str, seat: RankSeat, pipe: AgentPipe, step: int) -> None:
+    """What rank 1 does in its third step, once rank 0 has begun: else it might be rank 0 that fails of it."""
+    begun = Path(seat.log_folder) / "begun"
+    if (seat.rank, step) == (0, 1):
+        begun.touch()
+    if (seat.rank, step) == (1, 3):
+        while not begun.exists():
+            threading.Event().wait(0.01)
+        MISDEEDS[deed](seat, pipe._end)
 
 
 def _misbehave(options: dict[str, Any], rank: int, step: int) -> None:
