@@ -109,7 +109,7 @@ class Controller:
 
     def fact(self, kind: type[F], which: Callable[[F], bool] = lambda _: True) -> F:
         """The first such fact, once it is there."""
-        return until(lambda: next((f for f in self.all_of(kind) if which(f)), None), timeout_s=60)
+        return until(lambda: next((f for f in self.all_of(kind) if which(f)), None))
 
     def _stream(self, key: str) -> list[str]:
         entries: Any = self.client.xrange(key)
@@ -161,11 +161,11 @@ class AgentProcess:
         if os.getpgid(self.process.pid) == self.process.pid:  # it is the agent's parent
             os.killpg(self.process.pid, signal.SIGKILL)
         self.process.kill()
-        self.process.wait(10)
+        self.process.wait(60)
 
     def stop(self) -> int:
         self.process.send_signal(signal.SIGTERM)
-        return self.process.wait(10)
+        return self.process.wait(60)
 
 
 def _is_template(process: psutil.Process) -> bool:
@@ -233,7 +233,7 @@ def _end(agents: list[AgentProcess]) -> None:
         if agent.process.poll() is None:
             agent.kill()
     try:
-        until(lambda: not any(agent.marked() for agent in agents), timeout_s=10)
+        until(lambda: not any(agent.marked() for agent in agents))
     finally:
         for agent in agents:
             sweep(agent.folder.mark)

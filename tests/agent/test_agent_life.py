@@ -65,7 +65,7 @@ def test_the_next_agent_sweeps_and_tells_what_the_killed_one_could_not(
     start_agent()
     end = ended(controller)
     until(lambda: len(controller.all_of(NodeJoined)) == 2)
-    assert all(is_gone(pid) for pid in orphans)
+    until(lambda: all(is_gone(pid) for pid in orphans))
     assert [e.signal for e in end.exits] == [signal.SIGKILL] * 2
     last = next(e.step for e in end.exits if e.rank == 0)
     steps = [record.step for record in controller.steps()]
@@ -222,7 +222,7 @@ def test_a_gang_with_a_lower_fence_is_killed_and_tells_no_progress(
     running(controller)
     until(controller.steps)
     controller.open_job(fence=2)
-    end = until(lambda: controller.all_of(GangEnded), timeout_s=2)[0]
+    end = ended(controller)
     assert {e.signal for e in end.exits} == {signal.SIGKILL}
     assert end.last_step >= controller.steps()[-1].step
     assert agent.process.poll() is None
@@ -237,7 +237,7 @@ def test_a_gang_whose_job_is_deleted_is_killed_and_one_whose_job_is_lost_trains_
     assert controller.fact(JobFound, lambda fact: fact.is_running).fence == 1
     assert not any(is_gone(pid) for pid in pids)
     controller.client.sadd(redis_keys.DELETED_JOBS, JOB)
-    until(lambda: controller.all_of(GangEnded), timeout_s=2)
+    ended(controller)
 
 
 def test_a_lapsed_lease_is_taken_again_and_the_agent_joins_again_with_its_gangs(
@@ -256,7 +256,7 @@ def test_an_agent_whose_lease_another_took_kills_its_gangs_and_says_why(
 ) -> None:
     pids = running(controller).pids
     controller.client.set(redis_keys.node_lease(NODE), "somebody-else")
-    assert agent.process.wait(10) == 3
+    assert agent.process.wait(60) == 3
     assert "in use by another agent" in agent.log.read_text()
     until(lambda: all(is_gone(pid) for pid in pids.values()))
     assert lease_of(controller) == "somebody-else"
@@ -375,7 +375,7 @@ def test_bad_settings_are_named_in_one_line_each() -> None:
         capture_output=True,
         text=True,
         check=False,
-        timeout=20,
+        timeout=60,
     )
     assert answer.returncode == 2
     lines = answer.stderr.splitlines()
@@ -392,7 +392,7 @@ def test_the_health_check_tells_a_living_agent_from_a_dead_one(
     until(lambda: lease_of(controller))
     assert check(redis_url) == 0
     agent.process.send_signal(signal.SIGTERM)
-    agent.process.wait(20)
+    agent.process.wait(60)
     assert check(redis_url) == 1
     assert check("redis://127.0.0.1:9") == 1
 
@@ -402,5 +402,5 @@ def check(redis_url: str) -> int:
         [sys.executable, "-m", "services.worker.agent", "--check"],
         env=child_environment(MESHLOOM_REDIS_URL=redis_url, MESHLOOM_NODE_ID=NODE),
         check=False,
-        timeout=20,
+        timeout=60,
     ).returncode

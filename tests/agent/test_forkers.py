@@ -106,7 +106,7 @@ async def forkers(folder: Path) -> AsyncIterator[Forkers]:
 def test_a_stopped_process_that_is_to_fork_is_killed_and_the_next_launch_works(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stopped: str
 ) -> None:
-    monkeypatch.setattr(template_link, "FORKS_WITHIN_LOOKS", 5)
+    monkeypatch.setattr(template_link, "FORKS_WITHIN_LOOKS", 20)
     monkeypatch.setattr(template_link, "_LOOK_EVERY_S", 0.1)
 
     async def run() -> None:
@@ -116,7 +116,7 @@ def test_a_stopped_process_that_is_to_fork_is_killed_and_the_next_launch_works(
             assert template is not None
             if stopped == "warm process":
                 warm.suspend()
-                words = rf"warm process \(pid {warm.pid}\) did not answer within 0.5 s \(it was st"
+                words = rf"warm process \(pid {warm.pid}\) did not answer within 2 s \(it was st"
                 with pytest.raises(LaunchError, match=words):
                     await made.launch(1)
             else:
@@ -125,8 +125,11 @@ def test_a_stopped_process_that_is_to_fork_is_killed_and_the_next_launch_works(
                 await made.ends.get()
             crew = await made.launch(2)
             assert psutil.Process(crew.pids[0]).ppid() == (await made.warm()).pid
-            assert is_gone(warm.pid)
-            assert is_gone(template.pid) is (stopped == "template")
+            until(lambda: is_gone(warm.pid))
+            if stopped == "template":
+                until(lambda: is_gone(template.pid))
+            else:
+                assert not is_gone(template.pid)
 
     asyncio.run(run())
 
@@ -235,7 +238,7 @@ def test_a_replica_that_returns_when_the_others_have_finished_leaves_no_ranks_be
         return found
 
     async def run() -> None:
-        async with forkers(tmp_path) as made, asyncio.timeout(20):
+        async with forkers(tmp_path) as made, asyncio.timeout(60):
             launcher = SlowToReturn(made.launcher)
             supervisor = Supervisor(
                 NODE,

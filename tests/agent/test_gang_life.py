@@ -96,7 +96,7 @@ def test_an_agent_leaves_while_much_waits_for_a_bucket_that_does_not_answer(
             )
         )
         pending = partial(controller.client.xpending, inbox, redis_keys.INBOX_GROUP)
-        until(lambda: pending()["pending"] == len(jobs), timeout_s=60)
+        until(lambda: pending()["pending"] == len(jobs))
         assert agent.stop() == 0
 
 
@@ -108,12 +108,9 @@ def test_gangs_that_end_at_one_moment_are_all_told_of_and_the_agent_goes_on(
         controller.client.hset(redis_keys.job(job), "fence", "1")
         endless = launch(ranks=1, steps=FOREVER, pause_s=0.01)
         controller.send(endless.model_copy(update={"job_id": job}))
-    until(
-        lambda: {fact.job_id for fact in controller.all_of(GangProgressed)} == set(jobs),
-        timeout_s=60,
-    )
+    until(lambda: {fact.job_id for fact in controller.all_of(GangProgressed)} == set(jobs))
     controller.send(*(StopGang(job_id=job, fence=1, mode="kill") for job in jobs))
-    until(lambda: {end.job_id for end in controller.all_of(GangEnded)} == set(jobs), timeout_s=60)
+    until(lambda: {end.job_id for end in controller.all_of(GangEnded)} == set(jobs))
     assert len(controller.all_of(GangEnded)) == len(jobs)
     controller.send(launch())
     controller.fact(GangEnded, lambda end: end.job_id == JOB)
@@ -270,7 +267,7 @@ def test_samples_show_where_each_rank_stands(controller: Controller) -> None:
     now_ms = controller.client.time()[0] * 1000
     assert {rank: s.pid for rank, s in samples.items()} == pids
     assert all(
-        abs(s.seen_ms - now_ms) < 5_000 and (s.memory_bytes, s.peak_bytes) == (4096 + s.rank, 1024)
+        abs(s.seen_ms - now_ms) < 30_000 and (s.memory_bytes, s.peak_bytes) == (4096 + s.rank, 1024)
         for s in samples.values()
     )
     assert samples[0].issued == {"dp": 0}

@@ -1,10 +1,8 @@
 """A real Redis with TLS and a user a role: a job runs, and nobody can do what is not theirs to do."""
 
-import contextlib
 import hashlib
 import re
 import shutil
-import socket
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -29,6 +27,7 @@ from services.local.settings import child_environment
 from tests.agent.conftest import NODE, StartAgent
 from tests.controller.conftest import job_body
 from tests.controller.test_process import Controller, started
+from tests.e2e.conftest import free_port
 from tests.waiting import until
 
 OLDEST = 7
@@ -97,8 +96,8 @@ def guarded(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Guarded]:
     users += acl_file(CONTROLLER, [("old-node", OLD)], last_release=True).splitlines()[-1] + "\n"
     (folder / "users.acl").write_text(f"{users}user admin on >{ADMIN} ~* &* +@all\n")
     command = [PROGRAM or "redis-server", "--port", "0", "--tls-port", "0", "--save", ""]
-    with _free_port() as port:
-        command[command.index("--tls-port") + 1] = str(port)
+    port = free_port()
+    command[command.index("--tls-port") + 1] = str(port)
     command += ["--dir", str(folder), "--aclfile", str(folder / "users.acl"), "--hz", "100"]
     command += ["--tls-cert-file", str(server), "--tls-key-file", str(server)]
     command += ["--tls-ca-cert-file", str(ca), "--tls-auth-clients", "yes"]
@@ -122,13 +121,6 @@ def guarded(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Guarded]:
         process.wait(30)
 
 
-@contextlib.contextmanager
-def _free_port() -> Iterator[int]:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        yield int(probe.getsockname()[1])
-
-
 def assert_told_again_from_storage(
     guarded: Guarded,
     controller: Controller,
@@ -141,7 +133,7 @@ def assert_told_again_from_storage(
         guarded.client("admin", ADMIN) as admin,
         guarded.client("admin", ADMIN, of_telemetry) as telemetry,
     ):
-        until(lambda: admin.hexists(keys.job_last(job_id), "steps"), timeout_s=30)
+        until(lambda: admin.hexists(keys.job_last(job_id), "steps"))
         told = controller.client.get(path).json()
         assert told["items"]
         assert telemetry.delete(

@@ -39,8 +39,8 @@ def family(agent: AgentProcess, controller: Controller, child: str) -> list[int]
 
 
 def assert_nothing_survives(agent: AgentProcess, pids: list[int]) -> None:
-    until(lambda: all(is_gone(pid) for pid in pids), timeout_s=10)
-    assert not agent.marked()
+    until(lambda: all(is_gone(pid) for pid in pids))
+    until(lambda: not agent.marked())
 
 
 @pytest.mark.parametrize("child", ["of the rank's session", "of its own session"])
@@ -51,7 +51,7 @@ def test_a_killed_agent_leaves_no_process_of_its_ranks_nor_any_that_they_started
     pids = family(agent, controller, child)
     agent.kill()
     assert_nothing_survives(agent, pids)
-    until(lambda: is_gone(sentinel.pid), timeout_s=10)
+    until(lambda: is_gone(sentinel.pid))
 
 
 def test_nothing_survives_an_agent_that_is_killed_together_with_its_parent(
@@ -67,17 +67,16 @@ def test_nothing_survives_an_agent_that_is_killed_together_with_its_parent(
     )
     pids = [*agent.marked(), found.pid]
     os.killpg(parent.process.pid, signal.SIGKILL)
-    parent.process.wait(10)
+    parent.process.wait(60)
     assert_nothing_survives(agent, pids)
-    until(lambda: is_gone(sentinel.pid), timeout_s=10)
+    until(lambda: is_gone(sentinel.pid))
 
 
 def test_a_stopped_agent_leaves_no_sentinel(agent: AgentProcess, controller: Controller) -> None:
     sentinel = agent.sentinel()
     pids = family(agent, controller, "of its own session")
     assert agent.stop() == 0
-    assert is_gone(sentinel.pid)
-    assert all(is_gone(pid) for pid in pids)
+    until(lambda: all(is_gone(pid) for pid in (sentinel.pid, *pids)))
 
 
 def test_a_sentinel_that_is_killed_is_replaced_by_one_that_does_its_work(
@@ -139,8 +138,8 @@ def test_a_sentinel_outlives_the_terminal_and_ends_the_processes_of_one_life_onl
         for number in (signal.SIGHUP, signal.SIGINT, signal.SIGTERM):
             sentinel.send_signal(number)
         os.close(writing)
-        assert sentinel.wait(10) == 0
-    assert sleepers[first].wait(10) == -signal.SIGKILL
+        assert sentinel.wait(60) == 0
+    assert sleepers[first].wait(60) == -signal.SIGKILL
     assert all(sleepers[mark].poll() is None for mark in others)
 
 

@@ -45,7 +45,7 @@ def test_a_curve_stays_under_its_secret_name_when_the_agent_dies_and_storage_giv
 ) -> None:
     client = controller.client
     running(controller, lines=3)
-    until(lambda: len(controller.steps()) > 20, timeout_s=30)
+    until(lambda: len(controller.steps()) > 20)
     agent.kill()
     second = start_agent()
     ended(controller)
@@ -71,7 +71,7 @@ def test_a_curve_stays_under_its_secret_name_when_the_agent_dies_and_storage_giv
             return await ports.telemetry.put_together(JOB, has_ended=False)
 
     asyncio.run(ask_back())
-    until(lambda: asyncio.run(came_back()), timeout_s=30)
+    until(lambda: asyncio.run(came_back()))
     assert controller.steps() == told
     assert {line.text for line in controller.logs()} >= {"line 0", "line 1", "line 2"}
     assert client.exists(keys.job_ranks(controller.names.of(JOB)))
@@ -92,17 +92,17 @@ def test_what_was_told_before_the_secret_was_set_comes_back_from_storage_and_goe
     with started(redis_url) as plane:
         body = job_body(model=endless, train={"steps": 10**6})
         job_id = plane.client.post("/v1/jobs", json=body).json()["id"]
-        until(lambda: plane.state(job_id) == "RUNNING", timeout_s=60)
-        until(lambda: len(curve(plane, job_id)) > 20, timeout_s=30)
+        until(lambda: plane.state(job_id) == "RUNNING")
+        until(lambda: len(curve(plane, job_id)) > 20)
         assert plane.client.post(f"/v1/jobs/{job_id}/pause").status_code == 202
-        until(lambda: plane.state(job_id) == "PAUSED", timeout_s=60)
+        until(lambda: plane.state(job_id) == "PAUSED")
         before = curve(plane, job_id)
         text = plane.client.get(f"/v1/jobs/{job_id}/logs").json()["items"]
     with started(redis_url, telemetry_secret=SECRET) as plane:
-        until(lambda: curve(plane, job_id) == before, timeout_s=30)
+        until(lambda: curve(plane, job_id) == before)
         assert plane.client.get(f"/v1/jobs/{job_id}/logs").json()["items"] == text
         assert plane.client.post(f"/v1/jobs/{job_id}/cancel").status_code == 202
-        until(lambda: plane.state(job_id) == "CANCELLED", timeout_s=60)
+        until(lambda: plane.state(job_id) == "CANCELLED")
         assert plane.client.delete(f"/v1/jobs/{job_id}").status_code == 204
     with Redis.from_url(redis_url, decode_responses=True) as redis:
         assert list(redis.scan_iter(f"{keys.job(job_id)}*")) == []
