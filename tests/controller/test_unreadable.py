@@ -14,7 +14,7 @@ from services.contract.words.states import NodeState
 from services.controller.api.guard import AccessPolicy
 from tests.controller.agent_double import AgentDouble, append_fact
 from tests.controller.conftest import job_body, open_plane
-from tests.controller.test_process import Controller, started, unready
+from tests.controller.test_process import Controller, is_unready_for, started
 from tests.waiting import until
 
 TORN = '{"of_tomorrow": '
@@ -245,8 +245,7 @@ def test_a_lead_that_cannot_be_read_is_waited_for_and_told(redis_url: str, key: 
             raw.hset(key, "a", "b")
             if key == keys.EPOCH:
                 raw.delete(keys.LEADER)
-            answer = until(lambda: unready(controller))
-            assert "the wrong type" in answer.json()["checks"]["redis"]
+            until(lambda: is_unready_for("the wrong type", controller))
         until(lambda: controller.client.get("/readyz").status_code == 200)
         assert controller.process.poll() is None
 
