@@ -1,5 +1,6 @@
 """The chaos program: long jobs on a cluster of our own, and one fault after the other."""
 
+import contextlib
 import statistics
 import threading
 import time
@@ -9,8 +10,10 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Final
 
+import psutil
 import redis
 from rich.console import Console
+from tenacity import RetryError
 
 from meshloom.client import RestClient as Client
 from services.cli.errors import CliError
@@ -32,6 +35,7 @@ RANKS: Final = 2
 _SIZES: Final = {"dim": 32, "layers": 2, "heads": 2}
 _LOOK_EVERY_S: Final = 0.1
 _RECOVERS_WITHIN_S: Final = 180.0
+_GONE_WITHIN_S: Final = 30.0
 _ALONE_WITHIN_S: Final = 1_200.0
 
 
@@ -269,9 +273,14 @@ def torment(options: Options, folder: Path, console: Console) -> Figures:
             invariants.check_histories(cluster.redis_url)
         except AssertionError as violation:  # a ViolationError is one
             run.figures.violation = str(violation)
-    orphans = [process for node in cluster.nodes.values() for process in node.left_over()]
-    if orphans and run.figures.violation is None:
-        run.figures.violation = f"processes were left over: {orphans}"
+
+    def orphans() -> list[psutil.Process]:
+        return [process for node in cluster.nodes.values() for process in node.left_over()]
+
+    with contextlib.suppress(RetryError):  # an agent's end ends them a moment later
+        until(lambda: not orphans(), timeout_s=_GONE_WITHIN_S)
+    if run.figures.violation is None and (left := orphans()):
+        run.figures.violation = f"processes were left over: {left}"
     return run.figures
 
 

@@ -55,6 +55,7 @@ def test_a_job_over_two_nodes_without_shared_storage_goes_on_from_the_bucket(
     waits = cluster.job_when(job.id, lambda job: "SlowDown" in (job.reason or ""))
     assert "s3://checkpoints/cluster answers SlowDown (HTTP 503)" in (waits.reason or "")
     cluster.at_step(job.id, HELD_AT)
+    until(lambda: _commits(server, job.id) >= 1, timeout_s=PATIENCE_S)
     assert _commits(server, job.id) == 1
     server.repair()
     until(lambda: _commits(server, job.id) > 1, timeout_s=PATIENCE_S)

@@ -112,10 +112,11 @@ def test_a_node_that_is_cut_off_is_left_and_what_it_trained_alone_counts_for_not
 
 
 def test_a_controller_that_is_away_loses_no_step_and_tells_the_truth_when_it_is_back(
-    cluster: Cluster, job: JobView, undisturbed: Losses
+    cluster: Cluster, job: JobView, orders: Path, undisturbed: Losses
 ) -> None:
     cluster.controller.kill()
     trained = trains_on(cluster, job, 25)
+    set_pace(orders, 1.0)  # it is not to end before there is somebody to ask
     cluster.controller.start()
     back = cluster.job(job.id)
     assert back.state is JobState.RUNNING

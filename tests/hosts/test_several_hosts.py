@@ -21,7 +21,7 @@ from services.worker.agent.host.connections import unanswered
 from tests.chaos.conftest import paced, set_pace
 from tests.e2e.conftest import REST, tiny_spec
 from tests.hosts.world import CONTROLLER, REDIS, TOKEN, Hosts, NotHereError, why_not_here
-from tests.parts import ROOT
+from tests.parts import ROOT, gone
 from tests.waiting import until
 
 pytestmark = [pytest.mark.ranks, pytest.mark.redis]
@@ -229,7 +229,7 @@ def test_a_host_that_loses_redis_is_fenced_and_the_verdict_says_that_its_ranks_l
     assert "b is lost" in found.summary
     assert "between b and Redis" in found.summary
     world.finish(job.id)
-    assert not zombie.is_running() or zombie.status() == psutil.STATUS_ZOMBIE
+    until(lambda: gone([zombie]), timeout_s=PATIENCE_S)
     assert world.losses(job.id) == both
 
 
