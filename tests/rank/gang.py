@@ -42,7 +42,7 @@ M = TypeVar("M")
 
 JOB = new_job_id(1_700_000_000_000, bytes(10))
 BLOCKS = (UnitPlan(("blocks.*",)),)
-_PATIENCE_S = 60.0
+_PATIENCE_S = 120.0
 _READ_BYTES = 65_536
 
 

@@ -30,7 +30,7 @@ from tests.forking import forking
 from tests.rank.gang import JOB, launched
 
 M = TypeVar("M")
-_PATIENCE_S = 60.0
+_PATIENCE_S = 120.0
 _READ_BYTES = 65_536
 
 

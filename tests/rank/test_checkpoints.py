@@ -216,7 +216,7 @@ def test_an_async_checkpoint_holds_the_state_of_its_step_while_training_goes_on(
         text: Mapping[str, str],
         go_on: Callable[[], None],
     ) -> object:
-        assert may_write.wait(30)
+        assert may_write.wait(120)
         return write(folder, rank, tensors, text, go_on)
 
     monkeypatch.setattr(shard_file, "write", held_up)
