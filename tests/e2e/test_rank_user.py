@@ -160,10 +160,11 @@ def test_ranks_of_another_user_train_checkpoint_resume_and_end_with_their_agent(
         until(lambda: stack.client.trace(job_id, trace.id).state is TraceState.DONE)
         stack.client.diagnose(job_id)
         until(lambda: diagnosed(stack, job_id))
+        before = stack.job(job_id).attempt
         os.kill(ranks[0].ppid(), signal.SIGSTOP)  # so that the kernel alone can end its ranks
         agent.kill()
         until(lambda: all(is_gone(rank.pid) for rank in ranks))
-        again = until(lambda: job if (job := stack.job(job_id)).attempt == 2 else None)
+        again = until(lambda: job if (job := stack.job(job_id)).attempt > before else None)
         assert again.latest_checkpoint is not None
         until(lambda: stack.client.attempts(job_id).items[-1].first_step_at)
         assert stack.client.attempts(job_id).items[-1].resumed_from is not None

@@ -19,7 +19,15 @@ from tests.waiting import until
 
 pytestmark = [pytest.mark.ranks, pytest.mark.redis]
 
-FOREVER: dict[str, Any] = {**LONG, "train": {"steps": 1_000_000, "global_batch": 4, "seed": 7}}
+# Its fifty steps, the most that are recorded, take so long that somebody can come between.
+FOREVER: dict[str, Any] = {
+    **LONG,
+    "model": {
+        "factory": "paced_models:PacedDecoder",
+        "args": {"pace_s": 0.1, "dim": 32, "layers": 2, "heads": 2},
+    },
+    "train": {"steps": 1_000_000, "global_batch": 4, "seed": 7},
+}
 
 
 def in_state(stack: Stack, trace: TraceView, *states: TraceState) -> TraceView:
