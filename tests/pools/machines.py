@@ -38,7 +38,8 @@ class Machines(ABC):
         name = self.node_of(process)
         psutil.Process(self.nodes[name].pid).suspend()
         for each in self.processes(name):
-            each.suspend()
+            with contextlib.suppress(psutil.NoSuchProcess):
+                each.suspend()
 
     def repair(self) -> None:
         """Have frozen nodes go on, and start those that were killed."""

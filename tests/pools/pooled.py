@@ -66,6 +66,17 @@ def reservations(cluster: Cluster) -> tuple[ReservationView, ...]:
     return pool.reservations
 
 
+def only_ready_one(cluster: Cluster) -> ReservationView:
+    """The reservation of its pool once there is but one, and its nodes are there."""
+
+    def look() -> ReservationView | None:
+        found = reservations(cluster)
+        states = [each.state for each in found]
+        return found[0] if states == [ReservationState.READY] else None
+
+    return until(look)
+
+
 def launch_again(
     cluster: Cluster,
     reservation: ReservationView,
@@ -115,8 +126,14 @@ def again_gave_up(cluster: Cluster) -> None:
 
 def lost_by(cluster: Cluster, *words: str) -> None:
     """One reservation was lost: it says so in any of these words, or that its lease told of that first."""
+
+    def look() -> ReservationView | None:
+        (pool,) = cluster.client.pools().items
+        lost = (each for each in pool.ended if each.id != _AGAIN and each.state is _LOST)
+        return next(lost, None)
+
     (pool,) = cluster.client.pools().items
-    lost = next(each for each in pool.ended if each.id != _AGAIN and each.state is _LOST)
+    lost = until(look)
     assert lost.reason.startswith((*words, f"{pool.name}-")), lost.reason
     assert lost.ended_at is not None
 

@@ -156,7 +156,8 @@ class RayCluster:
     def freeze(self, node: psutil.Process) -> None:
         """A machine stands still."""
         for process in [node, *node.children(recursive=True)]:
-            process.send_signal(signal.SIGSTOP)
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.send_signal(signal.SIGSTOP)
 
 
 def marked(variable: str, value: str) -> list[psutil.Process]:

@@ -180,6 +180,7 @@ SlurmdTimeout=5
 MessageTimeout=5
 KillWait=1
 CompleteWait=0
+MinJobAge=3600
 ReturnToService=2
 SlurmdParameters=config_overrides
 {nodes}

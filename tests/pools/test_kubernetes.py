@@ -31,7 +31,7 @@ from services.controller.adapters.pools.pools_file import (
 )
 from services.controller.domain.scheduling.reservations import Sighting
 from services.controller.ports.pools import AgentProcess, PoolError, PoolRefusedError
-from tests.parts import ROOT, gone
+from tests.parts import ROOT
 from tests.pools.kube_access import NAMESPACE
 from tests.pools.kube_kubelet import POD_MARK
 from tests.pools.kube_world import ControlledKubeWorld, KubeWorld
@@ -80,7 +80,7 @@ def shared_world(request: pytest.FixtureRequest) -> Iterator[KubeWorld]:
 def world(shared_world: KubeWorld) -> Iterator[KubeWorld]:
     yield shared_world
     shared_world.close_pools()
-    assert gone(shared_world.processes())
+    nothing_is_left(shared_world)
 
 
 def reserved(

@@ -5,13 +5,20 @@ from pathlib import Path
 
 import pytest
 
-from services.contract.words.states import JobState, ReservationState
+from services.contract.words.states import JobState
 from tests.chaos.conftest import paced, set_pace
 from tests.cluster import Cluster
 from tests.pools.kube_access import NAMESPACE
 from tests.pools.kube_cluster import KubeCluster, why_not_here
 from tests.pools.kube_control_plane import ControlledKubeCluster
-from tests.pools.pooled import LAST_CHECKPOINT, lost_by, of_agents, pooled, reservations
+from tests.pools.pooled import (
+    LAST_CHECKPOINT,
+    lost_by,
+    of_agents,
+    only_ready_one,
+    pooled,
+    reservations,
+)
 from tests.waiting import until
 
 pytestmark = [
@@ -69,8 +76,8 @@ def test_a_job_waits_for_kueue_moves_when_a_pod_is_evicted_survives_a_lost_node_
 
     job = cluster.submit(**SHORT, model=paced(tmp_path, 3.0))
     cluster.at_step(job.id, 1)
-    (first,) = reservations(cluster)
-    assert (first.state, len(first.node_ids)) == (ReservationState.READY, 2)
+    first = only_ready_one(cluster)
+    assert len(first.node_ids) == 2
 
     path = f"api/v1/namespaces/{NAMESPACE}/pods"
     pods = kubernetes.api.ask("GET", f"{path}?labelSelector=meshloom/reservation={first.id}")
