@@ -143,7 +143,7 @@ def running_stack(home: Path, *before: str, **changes: str) -> Iterator[Stack]:
     url = f"http://127.0.0.1:{port}"
     try:
         with Client(url, patience_s=60) as client:
-            until(lambda: _ready(client, process, home), timeout_s=90)
+            until(lambda: _ready(client, process, home))
             yield Stack(process, home, url, client)
     finally:
         process.send_signal(signal.SIGTERM)
