@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol, cast
 
 import torch
 
@@ -42,6 +42,8 @@ def model_state(model: nn.Module) -> dict[str, torch.Tensor]:
 def load_model_state(model: nn.Module, saved: Iterable[SavedShard]) -> None:
     """Fills the model from shards named as by `model_state`, saved at any world size.
 
+    Gathers in flight are dropped, so that the next forward computes with what was loaded.
+
     Args:
         model: Sharded or not; on a real device.
         saved: Shards of all ranks; names outside ``model.`` are ignored.
@@ -57,4 +59,15 @@ def load_model_state(model: nn.Module, saved: Iterable[SavedShard]) -> None:
             f"The checkpoint has tensors that this model does not: {unknown}. Build the model "
             "with the configuration it was saved with."
         )
+    _drop_gathers(model)
     fill_from_shards(target, mine)
+
+
+class _Unit(Protocol):
+    def reshard(self) -> None: ...
+
+
+def _drop_gathers(model: nn.Module) -> None:
+    for module in model.modules():
+        if hasattr(module, "_get_fsdp_state"):  # the name by which units are found
+            cast("_Unit", module).reshard()

@@ -27,7 +27,7 @@ from fsdp_core.errors import (
 )
 from tests.engine.gang import Gangs, RankContext
 from tests.engine.models import Decoder
-from tests.engine.sharded import backward_once, shard_decoder
+from tests.engine.sharded import backward_once, shard_decoder, unit
 from tests.engine.test_state_dict import meta_decoder
 
 
@@ -159,6 +159,21 @@ def check_resume(ctx: RankContext, ranks: list[list[Stored]]) -> None:
     mine, theirs = stored(other, resumed), stored(model, optimizer)
     assert [s.fqn for s in mine] == [s.fqn for s in theirs]
     assert all(torch.equal(a.values, b.values) for a, b in zip(mine, theirs, strict=True))
+
+
+@pytest.mark.ranks
+def test_a_gather_in_flight_does_not_outlive_a_load(gangs: Gangs) -> None:
+    gangs(2).run(check_load_during_a_gather, gangs(2).run(save, "adamw"))
+
+
+def check_load_during_a_gather(ctx: RankContext, ranks: list[list[Stored]]) -> None:
+    saved = [shard.saved() for rank in ranks for shard in rank]
+    model, other = trained(ctx, "adamw", steps=1)[0], shard_decoder(ctx)
+    for each in (model, *model.blocks):
+        unit(each).unshard(async_op=True)
+    load_model_state(model, saved)
+    load_model_state(other, saved)
+    assert torch.equal(backward_once(ctx, model), backward_once(ctx, other))
 
 
 def test_loading_optimizer_state_touches_no_parameter_and_takes_one_step_for_all() -> None:
