@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
+from urllib.parse import urlsplit
 
 import psutil
 import pytest
@@ -43,6 +44,7 @@ from tests.agent.conftest import (
     running,
     step_of,
 )
+from tests.chaos.proxy import ChaosProxy, Mode
 from tests.waiting import until
 
 
@@ -249,6 +251,25 @@ def test_a_lapsed_lease_is_taken_again_and_the_agent_joins_again_with_its_gangs(
     assert again.incarnation == lease_of(controller) == controller.all_of(NodeJoined)[0].incarnation
     assert again.gangs[0].ranks == (0, 1)
     assert agent.process.poll() is None
+
+
+def test_an_agent_joins_again_once_redis_is_back_though_its_lease_never_lapsed(
+    controller: Controller, start_agent: StartAgent
+) -> None:
+    """A replica may have been made the server: it lacks the last attempts, and the ends of others."""
+    parts = urlsplit(controller.url)
+    controller.open_job()
+    with ChaosProxy.to(Path(parts.path)) as link:
+        agent = start_agent(url=f"redis://:{parts.password}@127.0.0.1:{link.port}")
+        running(controller)
+        with link.misbehaving(Mode.CUT):
+            until(lambda: "redis_unreachable" in agent.log.read_text())
+            life = controller.fact(NodeJoined).incarnation
+            controller.client.set(redis_keys.node_lease(NODE), life)
+        again = controller.fact(NodeJoined, lambda fact: fact.number == 2)
+        assert again.gangs[0].ranks == (0, 1)
+        assert "lease_had_lapsed" not in agent.log.read_text()
+        agent.kill()
 
 
 def test_an_agent_whose_lease_another_took_kills_its_gangs_and_says_why(

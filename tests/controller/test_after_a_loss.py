@@ -161,6 +161,17 @@ def test_ranks_of_an_older_attempt_than_the_one_found_are_orphans() -> None:
     play(course)
 
 
+def test_ranks_of_an_attempt_that_has_been_placed_elsewhere_are_orphans() -> None:
+    """An older copy of Redis gives the number of an attempt again that it knows nothing of."""
+
+    async def course(leader: Leader) -> None:
+        job = await training(leader)
+        await leader.hear(joined(OTHER, gang(job, 0, 1)), joined(NODE, gang(job, 0, 1), number=2))
+        assert (leader.kills(OTHER), leader.kills(NODE)) == ([(job.id, 1)], [])
+
+    play(course)
+
+
 def test_what_a_found_clone_begins_with_is_held_for_it_again() -> None:
     async def course(leader: Leader) -> None:
         source = new_job()

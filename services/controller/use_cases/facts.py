@@ -338,7 +338,12 @@ async def _kill_orphans(
         except RecordUnreadableError:
             is_orphan = False  # nobody can tell
         else:
-            is_current = job.attempt is not None and job.attempt.fence == gang.fence
+            attempt = job.attempt
+            is_current = (
+                attempt is not None
+                and attempt.fence == gang.fence
+                and node_id in attempt.incarnations
+            )
             is_orphan = not is_current and not awaits_adoption(job, gang.fence)
         if is_orphan:
             _log.warning("orphan_gang", node_id=node_id, job_id=gang.job_id, fence=gang.fence)

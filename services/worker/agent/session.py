@@ -242,14 +242,7 @@ class Session:
         answer = await self._beat.renew(gangs)
         if answer.taken_by is not None:
             raise LeaseTakenError(_taken(self._node_id, answer.taken_by))
-        if not self._connected:
-            self._connected = True
-            _log.info("redis_is_back")
-            self.loss_suspected.set()  # it may be back with an older copy of its data
-        if answer.lapsed:
-            # The controller may have given this node up, or Redis may have lost what it knew.
-            _log.warning("lease_had_lapsed")
-            self.join()
+        self._join_again(lapsed=answer.lapsed)
         if answer.lapsed or answer.unknown:
             self.loss_suspected.set()
         self._supervisor.fence_off(list(answer.fenced))
@@ -284,6 +277,18 @@ class Session:
         self._held.put_back(told for told in self._unconfirmed if _gang(told) in lost)
         self._unconfirmed = None
         self._supervisor.records_written(held_back=self._held.gangs)
+
+    def _join_again(self, *, lapsed: bool) -> None:
+        """Once Redis is back, it may be with an older copy of its data; after a lapse, without this node."""
+        if not self._connected:
+            _log.info("redis_is_back")
+            self.loss_suspected.set()
+        if lapsed:
+            _log.warning("lease_had_lapsed")
+        if lapsed or not self._connected:
+            # In what the controller knows, gangs that run here may not have begun, or ended ones run.
+            self.join()
+        self._connected = True
 
     def _telemetry_lost(self, why: str, lost: Collection[GangKey]) -> None:
         """Training, and what is decided of it, goes on: gangs that have ended are reported without it."""
