@@ -7,6 +7,7 @@ import resource
 import secrets
 import signal
 import socket
+import socketserver
 import subprocess
 import sys
 import threading
@@ -273,6 +274,34 @@ def test_the_loops_bear_redis_being_away(tmp_path: Path) -> None:
             until(lambda: controller.client.get("/readyz").status_code == 200)
             warnings = [line for line in controller.lines if line["event"] == "store_unavailable"]
             assert len(warnings) <= 4  # once a loop: leader, facts, reconciler, webhooks
+
+
+class _NoRedis(socketserver.BaseRequestHandler):
+    """Answers all as a proxy does that speaks HTTP and has lost its server."""
+
+    def handle(self) -> None:
+        with contextlib.suppress(OSError):
+            while self.request.recv(65_536):
+                self.request.sendall(b"HTTP/1.1 503 Service Unavailable\r\n\r\n")
+
+
+def test_a_controller_bears_what_answers_in_redis_place_and_is_no_redis() -> None:
+    with socketserver.ThreadingTCPServer(("127.0.0.1", 0), _NoRedis) as server:
+        server.daemon_threads = True
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        try:
+            with started(f"redis://127.0.0.1:{server.server_address[1]}") as controller:
+                answer = until(lambda: unready(controller))
+                assert "Redis does not answer" in answer.text
+                until(
+                    lambda: any(
+                        "protocol error" in str(x.get("error")).lower() for x in controller.lines
+                    )
+                )
+                assert controller.client.get("/v1/jobs").status_code == 503
+                assert controller.process.poll() is None
+        finally:
+            server.shutdown()
 
 
 def _full(redis: Redis, _folder: Path) -> None:

@@ -19,6 +19,7 @@ from redis.backoff import ConstantBackoff, NoBackoff
 from redis.commands.core import AsyncScript
 from redis.exceptions import ConnectionError as RedisConnectionError
 from redis.exceptions import (
+    InvalidResponse,
     MasterDownError,
     NoPermissionError,
     OutOfMemoryError,
@@ -302,7 +303,8 @@ def answering() -> Iterator[None]:
             raise
         said = without_secret(str(error))
         raise StoreUnavailableError(f"Redis refuses: {said}; {advice}") from error
-    except (RedisConnectionError, RedisTimeoutError, OSError) as error:
+    except (RedisConnectionError, RedisTimeoutError, InvalidResponse, OSError) as error:
+        # What is not Redis's protocol is an answer of what stands in its place or before it: a proxy, say.
         raise StoreUnavailableError(
             "Redis does not answer; the controller's log says why", with_advice(str(error))
         ) from error
