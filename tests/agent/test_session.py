@@ -13,7 +13,7 @@ import pytest
 from redis.asyncio import Redis
 from redis.exceptions import TimeoutError as NoAnswerError
 
-from services.contract.messages.facts import Inventory, RunningGang
+from services.contract.messages.facts import Fact, Inventory, RunningGang
 from services.contract.messages.telemetry import LogLine, MetricRecord, RankSample, StepRecord
 from services.contract.redis import redis_keys
 from services.contract.words.ids import new_job_id
@@ -164,13 +164,18 @@ class FakeSupervisor:
         self.ended = [gang for gang in self.gangs if gang not in held_back]
 
 
-def session_of(connections: Connections, supervisor: FakeSupervisor, folder: Path) -> Session:
+def session_of(
+    connections: Connections,
+    supervisor: FakeSupervisor,
+    folder: Path,
+    tell: Callable[[Fact], None] = lambda _: None,
+) -> Session:
     inventory = Inventory(hostname="a", cpu_slots=1, cpu_count=1, memory_bytes=1)
     return Session(
         connections,
         Life(NODE, "life", inventory),
         cast("Supervisor", supervisor),
-        lambda _: None,
+        tell,
         Journal(folder, f"{NODE}.life"),
     )
 
@@ -220,6 +225,25 @@ def test_a_beat_writes_telemetry_of_current_attempts_alone(redis_url: str, tmp_p
     asyncio.run(beat())
     assert set(supervisor.fenced) == {(JOB, 1), (DELETED, 2)}
     assert set(supervisor.ended) == {(JOB, 2), (JOB, 1), (DELETED, 2)}
+
+
+def test_an_agent_that_has_left_joins_no_more_when_redis_comes_back(
+    redis_url: str, tmp_path: Path
+) -> None:
+    """Attempts would be placed on its node while it waits for its ranks to end."""
+    told: list[Fact] = []
+
+    async def beat() -> None:
+        async with writing_client(redis_url) as client:
+            connections = Connections(client, client, client)
+            session = session_of(connections, FakeSupervisor(), tmp_path, told.append)
+            session.join()
+            session.leave()
+            async with beating(session), asyncio.timeout(30):  # in a Redis without its lease
+                await session.loss_suspected.wait()
+
+    asyncio.run(beat())
+    assert [fact.kind for fact in told] == ["node_joined", "node_left"]
 
 
 @pytest.mark.parametrize("mode", [Mode.CUT, Mode.LOSE_REPLIES])

@@ -101,6 +101,7 @@ class Session:
         )
         self._number = 0
         self._joins = 0
+        self._has_left = False
         self._unconfirmed: Sequence[Records] | None = None
         self._connected = True
         self._telemetry_away_since: float | None = None
@@ -148,7 +149,9 @@ class Session:
                 await self._beat_once()
 
     def join(self) -> None:
-        """Tell that this agent is there, with what it runs."""
+        """Tell that this agent is there, with what it runs; nothing once it has left."""
+        if self._has_left:
+            return  # the next attempt would be placed here
         self._joins += 1
         self._tell(
             NodeJoined(
@@ -196,6 +199,7 @@ class Session:
 
     def leave(self) -> None:
         """Tell that this agent goes of its own will, its ranks gone."""
+        self._has_left = True
         self._tell(NodeLeft(node_id=self._node_id, incarnation=self._incarnation))
 
     async def release_lease(self) -> None:
