@@ -17,7 +17,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from services.contract.storage.manifests import ShardFile
-from services.contract.system.durable import make_folders, sync_folder
+from services.contract.system.durable import make_folders, open_plain, sync_folder
 from services.contract.words.bounds import encodable
 
 _DTYPES: Final = {
@@ -147,12 +147,12 @@ def verify(folder: Path, shard: ShardFile) -> None:
     """Compares a shard file's bytes with the manifest's digest.
 
     Raises:
-        CorruptShardError: It is missing, or has another digest.
+        CorruptShardError: It is missing, no plain file, or has another digest.
     """
     path = folder / shard.name
     digest = hashlib.sha256()
     try:
-        with path.open("rb") as file:
+        with open(open_plain(path), "rb") as file:  # noqa: PTH123 a descriptor, not a path
             while part := file.read(_READ_BYTES):
                 digest.update(part)
     except OSError as error:
@@ -230,6 +230,8 @@ def opened(folder: Path, shard: ShardFile) -> Iterator[ShardReader]:
         CorruptShardError: It is missing or no safetensors file.
     """
     try:
+        # The library would wait for ever at a pipe that another rank has put there.
+        os.close(open_plain(folder / shard.name))
         with safe_open(folder / shard.name, framework="pt") as handle:
             yield ShardReader(handle, folder, shard)
     except (OSError, SafetensorError) as error:

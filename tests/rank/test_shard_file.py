@@ -1,0 +1,42 @@
+"""Files of checkpoints that are read: what others may have put in their place."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import torch
+
+from services.worker.rank.checkpoints import shard_file
+
+# A process of its own, which can be ended: the library waits at a pipe with the interpreter's lock.
+_READS = """
+import sys
+from pathlib import Path
+from services.contract.storage.manifests import ShardFile
+from services.worker.rank.checkpoints import shard_file
+try:
+    with shard_file.opened(Path(sys.argv[1]), ShardFile.model_validate_json(sys.argv[2])):
+        pass
+except shard_file.CorruptShardError as error:
+    print(error.reason)
+"""
+
+
+def test_a_pipe_in_the_place_of_a_shard_is_told_as_a_corrupt_file_and_not_waited_for(
+    tmp_path: Path,
+) -> None:
+    folder = tmp_path / "shards" / "checkpoint"
+    shard = shard_file.write(folder, 0, {"weight": torch.ones(4)}, {})
+    (folder / shard.name).unlink()
+    os.mkfifo(folder / shard.name)
+
+    told = subprocess.run(
+        [sys.executable, "-c", _READS, str(folder), shard.model_dump_json()],
+        capture_output=True,
+        text=True,
+        timeout=30,
+        check=True,
+    )
+
+    assert "not a plain file" in told.stdout
