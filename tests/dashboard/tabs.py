@@ -111,14 +111,26 @@ class Controller:
 
 @dataclass
 class Visit:
-    """A tab, and what went over its wire."""
+    """A tab, and what went over its wire.
+
+    Attributes:
+        expected: Parts of complaints that are no fault. A page that asks by and by may complain late.
+    """
 
     page: Page
     origin: str
     asked: list[str] = field(default_factory=list)
     answers: list[tuple[int, str]] = field(default_factory=list)
     foreign: list[str] = field(default_factory=list)
-    complaints: list[str] = field(default_factory=list)
+    expected: tuple[str, ...] = ()
+    _complaints: list[str] = field(default_factory=list)
+
+    @property
+    def complaints(self) -> list[str]:
+        """Errors and warnings of the page, without those that are expected."""
+        return [
+            each for each in self._complaints if not any(part in each for part in self.expected)
+        ]
 
     def listen(self) -> None:
         self.page.set_default_timeout(_TIMEOUT_MS)
@@ -146,10 +158,10 @@ class Visit:
 
     def _on_console(self, message: ConsoleMessage) -> None:
         if message.type in {"error", "warning"}:
-            self.complaints.append(message.text)
+            self._complaints.append(message.text)
 
     def _on_error(self, error: Error) -> None:
-        self.complaints.append(str(error))
+        self._complaints.append(str(error))
 
 
 @contextlib.contextmanager
