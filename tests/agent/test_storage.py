@@ -23,6 +23,7 @@ from services.contract.messages.facts import (
     CheckpointRetired,
     CheckpointUnread,
     CheckpointVerified,
+    JobFound,
 )
 from services.contract.redis import redis_keys
 from services.contract.storage import commit_chain
@@ -98,9 +99,22 @@ def test_a_checkpoint_is_committed_behind_a_damaged_record_and_the_damage_is_tol
     fact = storage.commit(commit)
     assert isinstance(fact, CheckpointLinked)
     assert fact.number == 2
-    damage = storage.open_attempt(launch(2))
-    assert damage is not None
+    (damage,) = storage.open_attempt(launch(2))
+    assert isinstance(damage, ChainDamaged)
     assert [record.name for record in damage.records] == ["00000001.json"]
+
+
+def test_what_is_committed_is_told_to_who_wants_to_go_on_from_what_has_been_deleted(
+    storage: Storage, commit: CommitCheckpoint
+) -> None:
+    storage.commit(commit)
+    known = commit.manifest.checkpoint_id
+    assert storage.open_attempt(launch(2).model_copy(update={"resume_from": known})) == ()
+    gone = checkpoint_id(JOB, 1, 1)
+    (found,) = storage.open_attempt(launch(3).model_copy(update={"resume_from": gone}))
+    assert isinstance(found, JobFound)
+    assert (found.fence, list(found.manifests.values())) == (3, [commit.manifest])
+    assert not found.is_running
 
 
 def verify(commit: CommitCheckpoint) -> VerifyCheckpoint:
@@ -158,7 +172,7 @@ def test_a_storage_that_holds_nothing_of_the_job_proves_nothing(
     source = launch(2).model_copy(update={"resume_from": commit.manifest.checkpoint_id})
     with pytest.raises(ChainError, match="is the storage mounted"):
         elsewhere.open_attempt(source)
-    assert storage.open_attempt(source) is None
+    assert storage.open_attempt(source) == ()
 
 
 def test_a_purged_job_leaves_nothing_and_its_zombies_commit_nothing(

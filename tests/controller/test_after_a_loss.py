@@ -5,6 +5,7 @@ from collections.abc import Awaitable, Callable
 
 from services.contract.messages.commands import PurgeJob, StopGang
 from services.contract.messages.facts import (
+    CheckpointCorrupt,
     Fact,
     GangEnded,
     GangLaunched,
@@ -33,7 +34,9 @@ from tests.controller.histories import (
     NODE,
     NOW,
     STEPS,
+    crashed,
     finished,
+    killed,
     launched,
     linked,
     new_job,
@@ -168,6 +171,39 @@ def test_ranks_of_an_attempt_that_has_been_placed_elsewhere_are_orphans() -> Non
         job = await training(leader)
         await leader.hear(joined(OTHER, gang(job, 0, 1)), joined(NODE, gang(job, 0, 1), number=2))
         assert (leader.kills(OTHER), leader.kills(NODE)) == ([(job.id, 1)], [])
+
+    play(course)
+
+
+def test_a_job_goes_on_from_later_commits_that_an_older_copy_of_redis_does_not_know() -> None:
+    """Retention has removed the one that it knows, as the attempt that is to load it finds."""
+
+    async def course(leader: Leader) -> None:
+        job = await training(leader)
+        await leader.hear(linked(job, 10), killed(job))
+        leader.now += 3_600_000
+        await leader.happen(job, placed(job))
+        known = checkpoint_id(job.id, 10, 1)
+        assert (await leader.job(job.id)).attempts[-1].resumed_from == known
+        told = found(job, 30, 40, resume_from=known)
+        lacks = CheckpointCorrupt(
+            job_id=job.id,
+            fence=2,
+            node_id=NODE,
+            checkpoint_id=known,
+            file="chain",
+            reason="it is not committed",
+        )
+        await leader.hear(
+            told.model_copy(update={"fence": 2}),
+            launched(job, 2),
+            lacks,
+            crashed(job, "ChainError: it is not committed", 2, step=10),
+        )
+        later = await leader.job(job.id)
+        assert (later.state, later.restarts) == (JobState.RESTARTING, 1)  # of the kill alone
+        await leader.happen(job, placed(job))
+        assert (await leader.job(job.id)).attempts[-1].resumed_step == 40
 
     play(course)
 

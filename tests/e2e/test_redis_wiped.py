@@ -46,6 +46,30 @@ def wipe(stack: Stack) -> None:
         assert client.keys("ml:job:*") == []
 
 
+def copied(stack: Stack) -> dict[bytes, tuple[int, bytes]]:
+    """All that Redis knows: of each key for how many milliseconds, 0: for ever, and what."""
+    url = stack.part("services.worker.agent").environ()["MESHLOOM_REDIS_URL"]
+    with redis.Redis.from_url(url) as client:
+        keys = client.keys()
+        with client.pipeline(transaction=True) as pipe:
+            for key in keys:
+                pipe.pttl(key)
+                pipe.dump(key)
+            told = pipe.execute()
+    pairs = zip(keys, told[0::2], told[1::2], strict=True)
+    return {key: (max(ttl, 0), content) for key, ttl, content in pairs if content is not None}
+
+
+def put_back(stack: Stack, copy: dict[bytes, tuple[int, bytes]]) -> None:
+    """As a replica does that takes the place of the server and had received no more than this."""
+    url = stack.part("services.worker.agent").environ()["MESHLOOM_REDIS_URL"]
+    with redis.Redis.from_url(url) as client, client.pipeline(transaction=True) as pipe:
+        pipe.flushall()
+        for key, (ttl, content) in copy.items():
+            pipe.restore(key, ttl, content)
+        pipe.execute()
+
+
 def job_in(stack: Stack, job_id: str, state: JobState) -> JobView:
     """The job once it is known and in that state."""
 
@@ -160,6 +184,28 @@ def test_a_wiped_redis_costs_no_committed_checkpoint_and_no_training(stack: Stac
     latest = stack.client.checkpoint(str(paused.latest_checkpoint))
     assert latest.step == paused.progress.step
     stack.client.kill(training_id)
+
+
+def test_a_job_goes_on_from_commits_that_an_older_copy_of_redis_does_not_know(stack: Stack) -> None:
+    job_id = stack.submit(**_ENDLESS).id
+    known = until(lambda: committed(stack, job_id))
+    copy = copied(stack)
+    until(lambda: known.isdisjoint(committed(stack, job_id)))
+    ranks, reached = living(stack, job_id), _newest_step(stack, job_id)
+
+    put_back(stack, copy)
+    end(ranks)
+
+    def goes_on() -> bool:
+        source = _resumed_from(
+            stack, job_id
+        )  # of the attempt that finds the known one gone, that one
+        return source is not None and stack.client.checkpoint(source).step >= reached
+
+    until(goes_on)
+    until(lambda: _newest_step(stack, job_id) > reached)
+    assert stack.job(job_id).restarts == 1  # of the ranks that were killed
+    stack.client.kill(job_id)
 
 
 def _newest_step(stack: Stack, job_id: str) -> int:

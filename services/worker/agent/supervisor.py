@@ -314,9 +314,9 @@ class Supervisor:
         try:
             with self._making_room(key):
                 with self._loads(key) as loading:
-                    damage = await in_storage_thread(self._storage.open_attempt, command, loading)
-                if damage is not None:
-                    self._tell(damage)
+                    found = await in_storage_thread(self._storage.open_attempt, command, loading)
+                for fact in found:
+                    self._tell(fact)
                 disk = _HOME_DISK
                 crew = await self._launcher.launch(command, folder)
         except (LaunchError, ChainError, OSError) as error:

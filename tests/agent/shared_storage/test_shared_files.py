@@ -14,6 +14,7 @@ from services.contract.messages.commands import (
     RetireCheckpoint,
 )
 from services.contract.messages.facts import (
+    ChainDamaged,
     CheckpointCorrupt,
     CheckpointLinked,
     CheckpointLost,
@@ -99,8 +100,8 @@ def test_a_damaged_shard_is_found_and_a_damaged_record_is_passed_over(place: Pla
     assert isinstance(found, CheckpointCorrupt)
     assert (found.file, "sha256" in found.reason) == (shard, True)
     assert place.committed("node-2") == [1, 2]
-    damage = other.open_attempt(launch(2))
-    assert damage is not None
+    (damage,) = other.open_attempt(launch(2))
+    assert isinstance(damage, ChainDamaged)
     assert [record.name for record in damage.records] == ["00000004.json"]
 
 

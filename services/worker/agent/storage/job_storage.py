@@ -82,11 +82,12 @@ class Storage:
 
     def open_attempt(
         self, command: LaunchGang, progress: Progress | None = None
-    ) -> ChainDamaged | None:
+    ) -> tuple[ChainDamaged | JobFound, ...]:
         """Open the attempt in the job's chain; from then on older ones can commit nothing.
 
         So what they wrote and did not commit is removed: the new attempt may need its room.
-        Returns what of the chain is damaged, if anything is.
+        Returns what of the chain is damaged, if anything is, and what is committed, if the checkpoint that is to be
+        loaded is not: Redis may be back with an older copy of its data, and know of no later ones.
 
         Args:
             command: Of the attempt.
@@ -134,8 +135,12 @@ class Storage:
             self._ranks_are.take_over(traces)
             if source is not None:
                 CommitChain(self.root, job_of_checkpoint(source)).share_with(self._ranks_are)
-        damaged = chain.read().damaged
-        return self._damaged(command, damaged) if damaged else None
+        reading = chain.read()
+        told = (self._damaged(command, reading.damaged),) if reading.damaged else ()
+        is_own = source is not None and job_of_checkpoint(source) == command.job_id
+        if not is_own or any(m.checkpoint_id == source for m in reading.committed.values()):
+            return told
+        return (*told, *self.find_job(command.job_id, None, 0))
 
     def keep_standing(self, command: KeepStanding) -> None:
         """Write it into the job's card, if that is still of this attempt.
