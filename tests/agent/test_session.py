@@ -10,6 +10,7 @@ from typing import cast
 from urllib.parse import urlsplit
 
 import pytest
+from redis import Redis as SyncRedis
 from redis.asyncio import Redis
 from redis.exceptions import TimeoutError as NoAnswerError
 
@@ -26,6 +27,7 @@ from services.worker.agent.telemetry.beat import Beat, BeatAnswer, LearnedNames
 from services.worker.agent.telemetry.gang_telemetry import Records
 from tests.agent.conftest import JOB, NODE
 from tests.chaos.proxy import ChaosProxy, Mode
+from tests.waiting import until
 
 LEASE_S = redis_keys.NODE_LEASE_MS / 1000
 
@@ -225,6 +227,41 @@ def test_a_beat_writes_telemetry_of_current_attempts_alone(redis_url: str, tmp_p
     asyncio.run(beat())
     assert set(supervisor.fenced) == {(JOB, 1), (DELETED, 2)}
     assert set(supervisor.ended) == {(JOB, 2), (JOB, 1), (DELETED, 2)}
+
+
+def test_a_redis_that_refuses_a_part_of_each_beat_is_not_joined_with_each_of_them(
+    redis_url: str, tmp_path: Path
+) -> None:
+    told: list[Fact] = []
+
+    async def beat() -> None:
+        async with writing_client(redis_url) as client:
+            session = session_of(
+                Connections(client, client, client), FakeSupervisor(), tmp_path, told.append
+            )
+            session.join()
+            with SyncRedis.from_url(redis_url, decode_responses=True) as other:
+                other.set(redis_keys.node_lease(NODE), "life")
+                other.set(redis_keys.node_beat(NODE), "another's")
+                async with beating(session):
+                    await asyncio.to_thread(_beats, other, 4)
+                    other.delete(redis_keys.node_beat(NODE))
+                    await asyncio.to_thread(until, lambda: len(told) > 1)
+                    await asyncio.to_thread(_beats, other, 2)
+
+    asyncio.run(beat())
+    assert [fact.kind for fact in told] == ["node_joined", "node_joined"]
+
+
+def _beats(client: SyncRedis, count: int) -> None:
+    """Wait for so many; of two scripts each."""
+
+    def scripts() -> int:
+        told = cast("dict[str, dict[str, int]]", client.info("commandstats"))
+        return sum(told.get(f"cmdstat_{name}", {}).get("calls", 0) for name in ("eval", "evalsha"))
+
+    before = scripts()
+    until(lambda: scripts() >= before + 2 * count)
 
 
 def test_an_agent_that_has_left_joins_no_more_when_redis_comes_back(

@@ -104,6 +104,7 @@ class Session:
         self._has_left = False
         self._unconfirmed: Sequence[Records] | None = None
         self._connected = True
+        self._may_know_less = False
         self._telemetry_away_since: float | None = None
         self._metrics_refused = False
 
@@ -152,6 +153,7 @@ class Session:
         """Tell that this agent is there, with what it runs; nothing once it has left."""
         if self._has_left:
             return  # the next attempt would be placed here
+        self._may_know_less = False
         self._joins += 1
         self._tell(
             NodeJoined(
@@ -187,6 +189,7 @@ class Session:
                 # No pause after a wait for an answer: the lease would expire before the third beat.
                 await asyncio.sleep(began + BEAT_S - clock.time())
                 continue
+            self._join_again()  # not before all of a beat was taken: what refuses a part may do so for long
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(_IDLE_BEAT_S if self._supervisor.is_idle else BEAT_S):
                     await urgent.wait()
@@ -246,7 +249,14 @@ class Session:
         answer = await self._beat.renew(gangs)
         if answer.taken_by is not None:
             raise LeaseTakenError(_taken(self._node_id, answer.taken_by))
-        self._join_again(lapsed=answer.lapsed)
+        if not self._connected:
+            self._connected = True
+            _log.info("redis_is_back")
+            self.loss_suspected.set()  # it may be back with an older copy of its data
+        if answer.lapsed:
+            # The controller may have given this node up, or Redis may have lost what it knew.
+            _log.warning("lease_had_lapsed")
+            self.join()
         if answer.lapsed or answer.unknown:
             self.loss_suspected.set()
         self._supervisor.fence_off(list(answer.fenced))
@@ -282,17 +292,10 @@ class Session:
         self._unconfirmed = None
         self._supervisor.records_written(held_back=self._held.gangs)
 
-    def _join_again(self, *, lapsed: bool) -> None:
-        """Once Redis is back, it may be with an older copy of its data; after a lapse, without this node."""
-        if not self._connected:
-            _log.info("redis_is_back")
-            self.loss_suspected.set()
-        if lapsed:
-            _log.warning("lease_had_lapsed")
-        if lapsed or not self._connected:
-            # In what the controller knows, gangs that run here may not have begun, or ended ones run.
+    def _join_again(self) -> None:
+        """In what the controller knows now, gangs that run here may not have begun, or ended ones run."""
+        if self._may_know_less:
             self.join()
-        self._connected = True
 
     def _telemetry_lost(self, why: str, lost: Collection[GangKey]) -> None:
         """Training, and what is decided of it, goes on: gangs that have ended are reported without it."""
@@ -320,6 +323,7 @@ class Session:
             return {}
 
     def _lost(self, why: str) -> None:
+        self._may_know_less = True
         if self._connected:
             self._connected = False
             _log.warning("redis_unreachable", why=with_advice(why))
