@@ -42,7 +42,8 @@ def model_state(model: nn.Module) -> dict[str, torch.Tensor]:
 def load_model_state(model: nn.Module, saved: Iterable[SavedShard]) -> None:
     """Fills the model from shards named as by `model_state`, saved at any world size.
 
-    Gathers in flight are dropped, so that the next forward computes with what was loaded.
+    Gathers in flight are dropped, so that the next forward computes with what was loaded. Call it on all
+    ranks: one that drops its gathers alone gets a `DesyncError` in the next forward.
 
     Args:
         model: Sharded or not; on a real device.
