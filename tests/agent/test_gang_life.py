@@ -10,6 +10,7 @@ import pytest
 
 from services.contract.messages.commands import RetireCheckpoint, StopGang, TakeCheckpoint
 from services.contract.messages.facts import (
+    OLDER_COPY,
     CheckpointVoted,
     Evaluated,
     GangEnded,
@@ -20,6 +21,8 @@ from services.contract.messages.facts import (
 )
 from services.contract.messages.telemetry import RankSample
 from services.contract.redis import redis_keys
+from services.contract.storage.commit_chain import CommitChain
+from services.contract.storage.manifests import AttemptOpened
 from services.contract.words.ids import checkpoint_id, new_job_id
 from tests.agent.conftest import (
     FOREVER,
@@ -313,3 +316,15 @@ def test_an_error_whose_text_is_no_unicode_is_told(controller: Controller) -> No
     first = min(ended(controller).exits, key=lambda each: each.order)
     assert first.error == "ValueError: no samples in a\\udc80b"
     assert "_raises_what_is_no_text" in (first.traceback or "")
+
+
+def test_an_attempt_whose_number_a_later_one_passed_in_storage_is_refused_for_that(
+    controller: Controller, agent: AgentProcess
+) -> None:
+    """Its ranks could commit nothing: Redis is back with an older copy of its data."""
+    chain = CommitChain(agent.checkpoint_root, JOB)
+    for fence in (1, 2):
+        chain.append(AttemptOpened(job_id=JOB, fence=fence))
+    controller.send(launch())
+    refused = controller.fact(LaunchRefused)
+    assert (refused.condition, "attempt 2 is open" in refused.reason) == (OLDER_COPY, True)

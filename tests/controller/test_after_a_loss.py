@@ -3,8 +3,11 @@
 import asyncio
 from collections.abc import Awaitable, Callable
 
+import pytest
+
 from services.contract.messages.commands import PurgeJob, StopGang
 from services.contract.messages.facts import (
+    OLDER_COPY,
     CheckpointCorrupt,
     Fact,
     GangEnded,
@@ -24,7 +27,7 @@ from services.controller.domain.errors import StateConflictError
 from services.controller.domain.job.events import GangPlaced, JobEvent, PinAsked
 from services.controller.domain.job.job import Job
 from services.controller.domain.scheduling.node import Lease
-from services.controller.ports.jobs import Actor
+from services.controller.ports.jobs import Actor, Stored
 from services.controller.ports.machines import FactEntry
 from services.controller.use_cases.change import apply_events
 from services.controller.use_cases.facts import apply_facts
@@ -42,6 +45,7 @@ from tests.controller.histories import (
     new_job,
     node,
     placed,
+    progressed,
 )
 
 OTHER = wide.OTHER
@@ -292,6 +296,68 @@ def test_a_join_that_comes_twice_says_nothing_of_a_gang_launched_behind_it() -> 
         await leader.hear(*told)  # written twice, for the agent missed Redis's answer
         assert leader.kills(NODE) == []
         assert (await leader.job(job.id)).state is JobState.STARTING
+
+    play(course)
+
+
+def test_the_end_of_an_earlier_attempt_of_the_same_number_costs_no_restart() -> None:
+    """An older copy of Redis gives numbers again: an agent answers such a launch with what it has on record."""
+
+    async def course(leader: Leader) -> None:
+        job = await training(leader)
+        await leader.hear(crashed(job, "boom"))
+        await leader.happen(job, placed(job))
+        await leader.hear(crashed(job, "boom", 2))
+        waits = await leader.job(job.id)
+        assert (waits.state, waits.restarts) == (
+            JobState.RESTARTING,
+            1,
+        )  # of the first attempt alone
+        assert OLDER_COPY in str(waits.reason)
+        assert waits.attempts[-1].exits == ()
+        leader.now += 60_000
+        await leader.happen(job, placed(job))
+        await leader.hear(launched(job, 3), progressed(job, 1, 3))
+        assert (await leader.job(job.id)).state is JobState.RUNNING
+
+    play(course)
+
+
+def test_what_an_earlier_attempt_of_the_same_number_finished_is_finished() -> None:
+    async def course(leader: Leader) -> None:
+        job = await training(leader)
+        await leader.hear(killed(job))
+        leader.now += 60_000
+        await leader.happen(job, placed(job))
+        await leader.hear(linked(job, STEPS, 2), finished(job, 2))
+        assert (await leader.job(job.id)).state is JobState.SUCCEEDED
+
+    play(course)
+
+
+def test_nodes_that_join_together_cost_one_look_at_the_jobs(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """After a restart of Redis all of them join at once."""
+
+    async def course(leader: Leader) -> None:
+        job = await training(leader)
+        looks = 0
+        active = leader.ports.jobs.active
+
+        async def counted() -> list[Stored]:
+            nonlocal looks
+            looks += 1
+            return await active()
+
+        monkeypatch.setattr(leader.ports.jobs, "active", counted)
+        others = [joined(f"loom-{number}") for number in range(2, 40)]
+        await leader.hear(*others, joined(NODE, gang(job, 0, 1), number=2), *others)
+        assert (looks, leader.kills(NODE)) == (2, [])
+        # Of two words the later one counts; an earlier life of the agent is over all the same.
+        await leader.hear(joined(NODE, life="life-2"), joined(NODE, life="life-2", number=2))
+        assert (await leader.job(job.id)).attempts[-1].lost_nodes == (NODE,)
+        assert looks == 4
 
     play(course)
 

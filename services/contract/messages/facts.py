@@ -35,6 +35,8 @@ from services.contract.words.bounds import (
 from services.contract.words.ids import CheckpointId, NodeId, TraceId
 
 AGENT_DIED: Final = "the agent of its node died, and the rank with it"
+OLDER_COPY: Final = "Redis lost the newest attempts of this job, and gives their numbers again"
+"""The condition of attempts whose number had been given before: that of a later one will not have been."""
 """The error of an exit that only the boards can tell of."""
 
 _LONGEST_S: Final = 1e9
@@ -135,7 +137,7 @@ class LaunchLoads(_GangFact):
 class LaunchRefused(_GangFact):
     """The attempt could not be started on this node; no rank of it lives here.
 
-    ``condition``: what of the node prevented it and may pass, such as a full disk.
+    ``condition``: what prevented it and may pass, such as a full disk of the node.
     """
 
     kind: Literal["launch_refused"] = "launch_refused"

@@ -206,7 +206,7 @@ class CommitChain:
         """Link ``record`` at the next number and return that number.
 
         Appending a record that the chain already holds returns its number: a repeated request
-        changes nothing.
+        changes nothing. An attempt that is not the newest any more is not opened again.
 
         Raises:
             FencedError: A higher fence has opened the chain.
@@ -222,9 +222,11 @@ class CommitChain:
             while True:
                 earlier = self.read()
                 known = earlier.number_of(record)
-                if known is not None:
+                is_past = earlier.fence > record.fence
+                # What is opened could commit nothing: there is one more than the controller knows of.
+                if known is not None and not (is_past and isinstance(record, AttemptOpened)):
                     return known
-                if earlier.fence > record.fence:
+                if is_past:
                     raise FencedError(
                         f"attempt {record.fence} may not write: attempt {earlier.fence} is open"
                     )

@@ -1,7 +1,7 @@
 """What the controller does with the facts of agents."""
 
 import itertools
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import structlog
@@ -21,7 +21,6 @@ from services.contract.messages.facts import (
     NodeLeaving,
     NodeLeft,
     RecordsClosed,
-    RunningGang,
 )
 from services.contract.messages.findings import Findings
 from services.contract.messages.probing import ModelProbed, NodeMeasured
@@ -39,7 +38,7 @@ from services.controller.domain.job.job import Job
 from services.controller.domain.scheduling import node as nodes
 from services.controller.domain.scheduling.node import Node
 from services.controller.ports.coordination import Ports
-from services.controller.ports.jobs import Actor
+from services.controller.ports.jobs import Actor, Stored
 from services.controller.ports.machines import FactEntry
 from services.controller.use_cases.change import apply_events
 from services.controller.use_cases.clone import delete_with_holds, let_go_of_origin
@@ -50,6 +49,7 @@ _log = structlog.get_logger()
 _FAULTS_TOLD = 100
 _MOST_PARTS = 1 << 20
 _LONGEST_WORD = 2_000
+_ALONE = JobFound | NodeLeaving | NodeLeft | ModelProbed | NodeMeasured | RecordsClosed
 
 
 @dataclass(frozen=True)
@@ -74,20 +74,24 @@ async def apply_facts(ports: Ports, entries: Sequence[FactEntry], epoch: int) ->
     now_ms = await ports.clock.now_ms()
     told = [t for t in (_parse(entry, now_ms) for entry in entries) if t is not None]
     for group in _by_addressee(told):
-        if isinstance(group[0].fact, NodeJoined | NodeLeaving | NodeLeft):
-            for one in group:
-                await _apply_node_fact(ports, one, epoch)
+        joins = [(one.fact, one.entry.id) for one in group if isinstance(one.fact, NodeJoined)]
+        if joins:
+            await _take_in(ports, joins, epoch)
+        elif isinstance(group[0].fact, NodeLeaving | NodeLeft):
+            await _let_leave(ports, group[0].fact, group[0].entry.id, epoch)
         elif isinstance(group[0].fact, JobFound):
             await recover_job(ports, group[0].fact, group[0].time_ms, epoch)
         elif isinstance(group[0].fact, ModelProbed | NodeMeasured | RecordsClosed):
-            for one in group:
-                await _keep_answer(ports, one, epoch)
+            await _keep_answer(ports, group[0], epoch)
         else:
             await _apply_gang_facts(ports, group, epoch)
 
 
 def _by_addressee(told: Iterable[ReceivedFact]) -> Iterator[list[ReceivedFact]]:
-    """Each addressee's facts in their order; those of jobs do not pass what is told of nodes."""
+    """Each addressee's facts in their order; those of jobs do not pass what is told of nodes.
+
+    Joins that follow each other are one group: after a restart of Redis all agents join at once.
+    """
     for is_of_jobs, row in itertools.groupby(told, key=lambda one: _addressee(one)[0] == "job"):
         if not is_of_jobs:
             yield from (list(group) for _, group in itertools.groupby(row, key=_addressee))
@@ -126,17 +130,15 @@ def _said(error: ValidationError) -> str:
 
 def _addressee(told: ReceivedFact) -> tuple[str, str]:
     fact = told.fact
-    if isinstance(fact, JobFound):
-        return ("finding", told.entry.id)
-    if isinstance(fact, NodeJoined | NodeLeaving | NodeLeft):
-        return ("node", fact.node_id)
-    if isinstance(fact, ModelProbed | NodeMeasured | RecordsClosed):
-        return ("answer", told.entry.id)
+    if isinstance(fact, NodeJoined):
+        return ("joins", "")
+    if isinstance(fact, _ALONE):
+        return ("alone", told.entry.id)
     return ("job", fact.job_id)
 
 
 async def _keep_answer(ports: Ports, told: ReceivedFact, epoch: int) -> None:
-    """Keep what a node found out; whoever plans looks at it. ReceivedFact again it is the same."""
+    """Keep what a node found out; whoever plans looks at it. Told again it is the same."""
     fact = told.fact
     if isinstance(fact, ModelProbed):
         if not await ports.plans.keep_answer(fact, epoch):
@@ -245,38 +247,45 @@ def _stacks(fact: Fact) -> list[RankStacks]:
     ]
 
 
-async def _apply_node_fact(ports: Ports, told: ReceivedFact, epoch: int) -> None:
-    fact, fact_id = told.fact, told.entry.id
-    if isinstance(fact, NodeJoined):
-        await _take_in(ports, fact, fact_id, epoch)
-    elif isinstance(fact, NodeLeaving | NodeLeft):
-        known = await ports.nodes.node(fact.node_id)
-        if known is not None:
-            await _let_leave(ports, known, fact, fact_id, epoch)
+async def _take_in(ports: Ports, joins: Sequence[tuple[NodeJoined, str]], epoch: int) -> None:
+    active = _by_node(await ports.jobs.active())
+    joined: dict[str, tuple[Node, NodeJoined]] = {}
+    for fact, fact_id in joins:
+        node = await _remember(ports, fact, fact_id, active, epoch)
+        if node is not None:
+            joined[node.id] = (node, fact)
+    # Again: until the nodes were written attempts could be placed on earlier lives of their agents.
+    active = _by_node(await ports.jobs.active())
+    for node, fact in joined.values():
+        reason = f"the agent of {node.id} was restarted"
+        await _lose_gangs(ports, node, active.get(node.id, ()), reason, epoch)
+        await _kill_orphans(ports, fact, active.get(node.id, ()), epoch)
 
 
-async def _take_in(ports: Ports, fact: NodeJoined, fact_id: str, epoch: int) -> None:
+async def _remember(
+    ports: Ports, fact: NodeJoined, fact_id: str, active: Mapping[str, Sequence[Job]], epoch: int
+) -> Node | None:
+    """The node that has joined; None where the fact is not the newest of it."""
     known = await ports.nodes.node(fact.node_id)
     lease = (await ports.nodes.leases([fact.node_id])).get(fact.node_id)
     if lease is not None and lease.incarnation != fact.incarnation:
         # It is the node's own agent that holds it, and told of itself before or will.
         _log.warning("joined_without_its_lease", node_id=fact.node_id)
-        return
+        return None
     node = nodes.join(known, fact, fact_id)
     if node != known:
         # Before the join is remembered: what was told behind it must not be held against it.
         if nodes.is_new_word(known, fact, fact_id):
-            await _end_missing(ports, fact, epoch)
+            await _end_missing(ports, fact, active.get(fact.node_id, ()), epoch)
         await ports.nodes.put(node, epoch, known)
         _log.info("node_joined", node_id=node.id, incarnation=node.incarnation)
-    if node.fact_id == fact_id:
-        await _lose_gangs(ports, node, f"the agent of {node.id} was restarted", epoch)
-        await _kill_orphans(ports, fact.node_id, fact.gangs, epoch)
+    return node if node.fact_id == fact_id else None
 
 
-async def _let_leave(
-    ports: Ports, known: Node, fact: NodeLeaving | NodeLeft, fact_id: str, epoch: int
-) -> None:
+async def _let_leave(ports: Ports, fact: NodeLeaving | NodeLeft, fact_id: str, epoch: int) -> None:
+    known = await ports.nodes.node(fact.node_id)
+    if known is None:
+        return
     if isinstance(fact, NodeLeaving):
         node = nodes.set_out(known, fact, fact_id)
     else:
@@ -285,37 +294,58 @@ async def _let_leave(
         await ports.nodes.put(node, epoch, known)
         _log.info("node_left" if node.left else "node_leaving", node_id=node.id)
     if isinstance(fact, NodeLeft) and node.fact_id == fact_id:
-        await _lose_gangs(ports, node, f"the agent of {node.id} was stopped", epoch)
+        active = _by_node(await ports.jobs.active()).get(node.id, ())
+        await _lose_gangs(ports, node, active, f"the agent of {node.id} was stopped", epoch)
 
 
-async def _lose_gangs(ports: Ports, node: Node, reason: str, epoch: int) -> None:
+def _by_node(active: Iterable[Stored]) -> dict[str, list[Job]]:
+    """Active jobs by the nodes that have, or had, ranks of their newest attempts."""
+    found: dict[str, list[Job]] = {}
+    for job in (stored.job for stored in active):
+        for node_id in () if job.attempt is None else job.attempt.incarnations:
+            found.setdefault(node_id, []).append(job)
+    return found
+
+
+async def _lose_gangs(
+    ports: Ports, node: Node, active: Sequence[Job], reason: str, epoch: int
+) -> None:
     """Attempts that ran on the node under an earlier life of its agent, or before it left."""
-    for stored in await ports.jobs.active():
-        attempt = stored.job.attempt
-        if attempt is None or node.id not in attempt.live_nodes:
-            continue
-        is_same_life = attempt.incarnations[node.id] == node.incarnation
-        if is_same_life and node.state != NodeState.LOST:
-            continue
-        seen = await last_seen(ports, stored.job, node.id)
-        # Of an earlier life nobody knows whether it ended in an orderly way.
-        farewell = is_same_life and node.left
-        lost = NodeLost(node.id, reason, seen.step, seen.seen_ms, farewell=farewell)
-        now_ms = await ports.clock.now_ms()
-        await apply_events(
-            ports, stored.job.id, [Occurrence(lost, now_ms)], Actor(f"agent:{node.id}"), epoch
-        )
+    for known in (job for job in active if _is_lost(job, node)):
+        # A node that joined with this one may have had ranks of it, which changed the job since.
+        now = [stored.job for stored in await ports.jobs.several([known.id])]
+        for job in (job for job in now if _is_lost(job, node)):
+            seen = await last_seen(ports, job, node.id)
+            # Of an earlier life nobody knows whether it ended in an orderly way.
+            farewell = node.left and _is_of_this_life(job, node)
+            lost = NodeLost(node.id, reason, seen.step, seen.seen_ms, farewell=farewell)
+            now_ms = await ports.clock.now_ms()
+            await apply_events(
+                ports, job.id, [Occurrence(lost, now_ms)], Actor(f"agent:{node.id}"), epoch
+            )
 
 
-async def _end_missing(ports: Ports, fact: NodeJoined, epoch: int) -> None:
+def _is_lost(job: Job, node: Node) -> bool:
+    """Whether an attempt is to run on the node that is of an earlier life of its agent, or none any more."""
+    if job.attempt is None or node.id not in job.attempt.live_nodes:
+        return False
+    return node.state == NodeState.LOST or not _is_of_this_life(job, node)
+
+
+def _is_of_this_life(job: Job, node: Node) -> bool:
+    attempt = job.attempt
+    return attempt is not None and attempt.incarnations.get(node.id) == node.incarnation
+
+
+async def _end_missing(ports: Ports, fact: NodeJoined, active: Sequence[Job], epoch: int) -> None:
     """Ask for the end of gangs that the node launched and, by its own word, has no longer.
 
     Their end was told and lost. To the command to end them the agent answers with the end that it
     wrote down. One whose launch was not heard of yet may be younger than this word.
     """
     running = {(gang.job_id, gang.fence) for gang in fact.gangs}
-    for stored in await ports.jobs.active():
-        job, attempt = stored.job, stored.job.attempt
+    for job in active:
+        attempt = job.attempt
         if attempt is None or attempt.incarnations.get(fact.node_id) != fact.incarnation:
             continue
         is_missing = (job.id, attempt.fence) not in running
@@ -325,11 +355,10 @@ async def _end_missing(ports: Ports, fact: NodeJoined, epoch: int) -> None:
             await ports.jobs.send((Send(fact.node_id, kill),), epoch)
 
 
-async def _kill_orphans(
-    ports: Ports, node_id: str, gangs: Sequence[RunningGang], epoch: int
-) -> None:
+async def _kill_orphans(ports: Ports, fact: NodeJoined, active: Sequence[Job], epoch: int) -> None:
     """Gangs that live on the node although their attempt is over."""
-    for gang in gangs:
+    current = {(job.id, job.attempt.fence) for job in active if job.attempt is not None}
+    for gang in (one for one in fact.gangs if (one.job_id, one.fence) not in current):
         try:
             job = (await ports.jobs.load(gang.job_id)).job
         except NotFoundError:
@@ -342,10 +371,10 @@ async def _kill_orphans(
             is_current = (
                 attempt is not None
                 and attempt.fence == gang.fence
-                and node_id in attempt.incarnations
+                and fact.node_id in attempt.incarnations
             )
             is_orphan = not is_current and not awaits_adoption(job, gang.fence)
         if is_orphan:
-            _log.warning("orphan_gang", node_id=node_id, job_id=gang.job_id, fence=gang.fence)
+            _log.warning("orphan_gang", node_id=fact.node_id, job_id=gang.job_id, fence=gang.fence)
             kill = StopGang(job_id=gang.job_id, fence=gang.fence, mode="kill")
-            await ports.jobs.send((Send(node_id, kill),), epoch)
+            await ports.jobs.send((Send(fact.node_id, kill),), epoch)

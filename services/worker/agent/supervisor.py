@@ -29,6 +29,7 @@ from services.contract.messages.commands import (
     VerifyCheckpoint,
 )
 from services.contract.messages.facts import (
+    OLDER_COPY,
     Fact,
     GangEnded,
     GangLaunched,
@@ -45,7 +46,7 @@ from services.contract.messages.probing import (
 )
 from services.contract.messages.telemetry import RankSample
 from services.contract.messages.warm_channel import RankForked, RankReaped
-from services.contract.storage.commit_chain import ChainError
+from services.contract.storage.commit_chain import ChainError, FencedError
 from services.contract.system.durable import CHECKPOINT_DISK, node_condition
 from services.worker.agent.gangs.events import (
     CheckpointAsked,
@@ -323,6 +324,8 @@ class Supervisor:
             _log.warning("launch_refused", job=command.job_id, fence=command.fence, why=str(error))
             disk = _BOARDS if isinstance(error, NoBoardsError) else disk
             condition = node_condition(error, self._node_id, disk)
+            if isinstance(error, FencedError):
+                condition = OLDER_COPY
             await asyncio.to_thread(self._folder.attempt(*key).remove_boards)
             self._tell(self._refuse(key, str(error), condition))
             return

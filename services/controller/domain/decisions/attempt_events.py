@@ -15,6 +15,7 @@ from services.contract.messages.commands import (
     StopGang,
 )
 from services.contract.messages.facts import (
+    OLDER_COPY,
     Evaluated,
     GangDiagnosed,
     GangEnded,
@@ -142,13 +143,18 @@ def on_loads(fact: LaunchLoads, draft: Draft) -> None:
 def on_refused(fact: LaunchRefused, draft: Draft) -> None:
     """A node could not start its part: the others' parts are stopped."""
     attempt = draft.job.attempt
-    if attempt is None or fact.node_id not in attempt.live_nodes:
-        return
+    if attempt is not None and fact.node_id in attempt.live_nodes:
+        _refused(draft, attempt, fact.node_id, fact.reason, fact.condition)
+
+
+def _refused(
+    draft: Draft, attempt: Attempt, node_id: str, reason: str, condition: str | None
+) -> None:
     # Once it has failed or is to stop, a node refuses because of that: it is not the cause.
     if not attempt.has_failed and draft.job.stop is None:
-        refusal = f"{fact.node_id} could not launch its ranks: {fact.reason}"
-        draft.change_attempt(refusal=refusal, condition=fact.condition)
-    draft.change_attempt(ended_nodes=(*attempt.ended_nodes, fact.node_id))
+        refusal = f"{node_id} could not launch its ranks: {reason}"
+        draft.change_attempt(refusal=refusal, condition=condition)
+    draft.change_attempt(ended_nodes=(*attempt.ended_nodes, node_id))
     _kill_rest(draft)
     settle(draft)
 
@@ -197,6 +203,11 @@ def on_ended(fact: GangEnded, draft: Draft) -> None:
     book = attempt.replicas
     counting = [gone for gone in fact.exits if book is None or book.has(gone.rank)]
     ended_well = all(gone.finished or gone.drained for gone in counting)
+    if not ended_well and fact.node_id not in attempt.launched:
+        # Of its own ranks the launch would have been told first.
+        reason = f"it had an attempt {attempt.fence} before, which has ended"
+        _refused(draft, attempt, fact.node_id, reason, OLDER_COPY)
+        return
     if not ended_well and replicas.survives(draft, fact.node_id):
         replicas.lose_node(draft, fact.node_id, f"the ranks on {fact.node_id} ended")
         draft.change_attempt(ended_nodes=(*attempt.ended_nodes, fact.node_id))

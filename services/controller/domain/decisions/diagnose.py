@@ -19,7 +19,7 @@ import signal
 from collections.abc import Mapping, Sequence
 from typing import Final
 
-from services.contract.messages.facts import AGENT_DIED, ExitStanding
+from services.contract.messages.facts import AGENT_DIED, OLDER_COPY, ExitStanding
 from services.contract.messages.findings import RankFinding
 from services.contract.words.states import ExitReason, FailureClass
 from services.controller.domain.decisions.links import broken_links, in_words
@@ -133,7 +133,7 @@ def of_end(attempt: Attempt, reason: ExitReason, failure: Failure | None) -> Dia
         node_id=None if failure is None else failure.node_id,
         evidence=evidence,
         advice=_PREVENTED.format(what=attempt.condition)
-        if attempt.was_prevented(failure)
+        if attempt.was_prevented(failure) and attempt.condition != OLDER_COPY
         else None,
     )
 
