@@ -5,6 +5,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 import torch
 
 from services.worker.rank.checkpoints import shard_file
@@ -40,3 +41,12 @@ def test_a_pipe_in_the_place_of_a_shard_is_told_as_a_corrupt_file_and_not_waited
     )
 
     assert "not a plain file" in told.stdout
+
+
+def test_a_shard_of_another_size_is_told_without_reading_it(tmp_path: Path) -> None:
+    """One of holes takes no room and could be read for hours."""
+    folder = tmp_path / "shards" / "checkpoint"
+    shard = shard_file.write(folder, 0, {"weight": torch.ones(4)}, {})
+    os.truncate(folder / shard.name, 1 << 40)
+    with pytest.raises(shard_file.CorruptShardError, match=f"it has {1 << 40} bytes"):
+        shard_file.verify(folder, shard)

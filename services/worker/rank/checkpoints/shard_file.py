@@ -147,22 +147,26 @@ def verify(folder: Path, shard: ShardFile) -> None:
     """Compares a shard file's bytes with the manifest's digest.
 
     Raises:
-        CorruptShardError: It is missing, no plain file, or has another digest.
+        CorruptShardError: It is missing, no plain file, or has another size or digest.
     """
     path = folder / shard.name
     digest = hashlib.sha256()
     try:
         with open(open_plain(path), "rb") as file:  # noqa: PTH123 a descriptor, not a path
+            size = os.fstat(file.fileno()).st_size
+            if size != shard.bytes:  # one of holes could be of any size, and be read for hours
+                raise _corrupt(path, f"it has {size} bytes, the manifest says {shard.bytes}")
             while part := file.read(_READ_BYTES):
                 digest.update(part)
     except OSError as error:
         raise CorruptShardError(path, f"cannot be read: {error}") from error
     if digest.hexdigest() != shard.sha256:
-        raise CorruptShardError(
-            path,
-            f"is corrupt: sha256 is {digest.hexdigest()}, the manifest says {shard.sha256}; "
-            "restore the file or resume from another checkpoint",
-        )
+        raise _corrupt(path, f"sha256 is {digest.hexdigest()}, the manifest says {shard.sha256}")
+
+
+def _corrupt(path: Path, why: str) -> CorruptShardError:
+    advice = "restore the file or resume from another checkpoint"
+    return CorruptShardError(path, f"is corrupt: {why}; {advice}")
 
 
 class ShardReader:
