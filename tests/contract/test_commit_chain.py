@@ -1,7 +1,10 @@
 """The commit chain under repeats, races, zombies and damage."""
 
+import contextlib
+import hashlib
 import multiprocessing
 import os
+import shutil
 import stat
 from pathlib import Path
 
@@ -13,6 +16,8 @@ from services.contract.storage.manifests import (
     CheckpointDeleted,
     Manifest,
     ShardFile,
+    record_bytes,
+    record_of,
 )
 from services.contract.system.rank_user import RankUser
 from services.contract.words.ids import checkpoint_id, new_job_id
@@ -175,6 +180,50 @@ def test_a_damaged_or_missing_record_is_named_and_the_others_hold(
     assert reading.committed == {3: manifest(20)}
     with pytest.raises(ChainError, match=r"damaged there: 00000002\.json"):
         chain.find(manifest(10).checkpoint_id)
+
+
+@pytest.mark.parametrize("record", [opened(1), manifest(10), deleted(10)], ids=lambda r: r.kind)
+def test_a_record_of_which_a_bit_is_flipped_is_damaged_or_says_what_it_said(record: Record) -> None:
+    whole = record_bytes(record)
+    assert record_of(whole) == record
+    others = []
+    for bit in range(8 * len(whole)):
+        flipped = bytearray(whole)
+        flipped[bit // 8] ^= 1 << bit % 8
+        with contextlib.suppress(ValueError):
+            others.append(record_of(bytes(flipped)))
+    assert all(other == record for other in others)
+
+
+def test_a_record_of_an_older_version_has_no_digest_and_one_of_a_newer_may_have_more_fields() -> (
+    None
+):
+    fields = manifest(10).model_dump_json(indent=1)
+    assert record_of(fields.encode()) == manifest(10)
+    newer = fields.removesuffix("\n}") + ',\n "colour": "blue"\n}'
+    digest = hashlib.sha256(newer.encode()).hexdigest()
+    sealed = newer.removesuffix("\n}") + f',\n "sha256": "{digest}"\n}}'
+    assert record_of(sealed.encode()) == manifest(10)
+    with pytest.raises(ValueError, match="not those of its sha256"):
+        record_of(sealed.replace("blue", "bluf").encode())
+
+
+def test_a_record_of_another_job_is_none_of_the_chain(tmp_path: Path) -> None:
+    other = JOB[:-1] + ("0" if JOB[-1] != "0" else "1")
+    CommitChain(tmp_path, other).append(
+        manifest(10).model_copy(
+            update={"job_id": other, "checkpoint_id": checkpoint_id(other, 10, 1)}
+        )
+    )
+    chain = CommitChain(tmp_path, JOB)
+    chain.append(opened(1))
+    shutil.copy(
+        tmp_path / other / "chain" / "00000001.json", tmp_path / JOB / "chain/00000002.json"
+    )
+    assert [record.reason for record in chain.read().damaged] == [
+        f"ValueError: it is a record of {other}"
+    ]
+    assert chain.committed() == []
 
 
 def test_other_names_are_passed_over_and_a_pipe_in_place_of_a_record_is_not_waited_for(

@@ -1,6 +1,7 @@
 """Checkpoints in the hands of people, and what becomes of jobs whose checkpoints are damaged."""
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -121,18 +122,33 @@ def _is_forgotten(stack: Stack, checkpoint: str) -> bool:
     return False
 
 
-def test_a_truncated_manifest_costs_its_checkpoint_and_no_other(
-    stack: Stack, undisturbed: dict[int, float | None]
+def truncate(record: Path, _: int) -> None:
+    record.write_bytes(record.read_bytes()[:100])
+
+
+def flip_the_step(record: Path, step: int) -> None:
+    content = record.read_bytes()
+    record.write_bytes(
+        content.replace(f'"step": {step},'.encode(), f'"step": {step ^ 1},'.encode())
+    )
+
+
+@pytest.mark.parametrize("damage", [truncate, flip_the_step])
+def test_a_damaged_manifest_costs_its_checkpoint_and_no_other(
+    stack: Stack, undisturbed: dict[int, float | None], damage: Callable[[Path, int], None]
 ) -> None:
     job = paused_behind(stack, 70)
     latest = stack.client.checkpoint(str(job.latest_checkpoint))
     record = _record_of(stack, latest)
-    record.write_bytes(record.read_bytes()[:100])
+    whole = record.read_bytes()
+    damage(record, latest.step)
+    damaged = record.read_bytes()
+    assert damaged != whole
     done = resumed(stack, job.id)
     assert done.state is JobState.SUCCEEDED, (done.reason, done.failure)
     assert stack.losses(job.id) == undisturbed
     assert {"checkpoint.chain_damaged", "checkpoint.corrupt"} <= set(kinds(stack, job.id))
-    assert record.stat().st_size == 100, "nothing is ever written over a damaged record"
+    assert record.read_bytes() == damaged, "nothing is ever written over a damaged record"
 
 
 def _record_of(stack: Stack, checkpoint: CheckpointView) -> Path:

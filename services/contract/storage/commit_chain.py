@@ -14,7 +14,7 @@ NFS too, where a repeated request may report EEXIST for its own success: so we c
 Where checkpoints lie in a bucket, ``record_files`` puts a conditional write in the link's place: the server
 refuses a name that is taken, and a repeated request may hear so of its own success.
 
-A damaged record is passed over in reading and its number stays taken: what the others say holds.
+A damaged record, or one of another job, is passed over in reading and its number stays taken: what the others say holds.
 Which fences are open is told by names too, so that damage lets no overtaken attempt commit.
 """
 
@@ -27,14 +27,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
-from pydantic import ValidationError
-
 from services.contract.storage.manifests import (
-    CHAIN_RECORD,
     AttemptOpened,
     CheckpointDeleted,
     DamagedRecord,
     Manifest,
+    record_bytes,
+    record_of,
 )
 from services.contract.storage.record_files import FolderRecords, RecordFiles
 from services.contract.system.durable import (
@@ -136,7 +135,7 @@ class CommitChain:
         for number in range(1, self._last_number() + 1):
             try:
                 records[number] = self._read(number)
-            except (OSError, ValidationError) as error:
+            except (OSError, ValueError) as error:
                 why = f"{type(error).__name__}: {str(error).splitlines()[0]}"
                 name = self._path(number).name
                 damaged.append(DamagedRecord(number=number, name=name, reason=why))
@@ -214,7 +213,7 @@ class CommitChain:
             OSError: The storage refuses.
         """
         make_folders(self._folder, self._job.parent)
-        content = CHAIN_RECORD.dump_json(record, indent=1)
+        content = record_bytes(record)
         draft = self._folder / f"{DRAFT_PREFIX}{secrets.token_hex(8)}"
         try:
             write_new(draft, content)
@@ -287,7 +286,10 @@ class CommitChain:
         path = self._path(number)
         if not os.path.lexists(path):  # later ones are there: a listing may lack this one
             self._files.pull_file(path)
-        return CHAIN_RECORD.validate_json(read_plain(path))
+        record = record_of(read_plain(path))
+        if record.job_id != self._job.name:
+            raise ValueError(f"it is a record of {record.job_id}")
+        return record
 
     def _named_fences(self) -> list[int]:
         names = (path.name.removeprefix(_OPENED) for path in self._folder.glob(f"{_OPENED}*"))

@@ -1,5 +1,11 @@
-"""The manifest of a checkpoint, and the records of the commit chain in which it is a link."""
+"""The manifest of a checkpoint, and the records of the commit chain in which it is a link.
 
+A record's file ends with the SHA-256 of its other fields, for a flipped bit can leave another valid record: of
+another step, or of a fence that overtakes all attempts. Those of older versions have none.
+"""
+
+import hashlib
+import re
 from typing import Annotated, Final, Literal
 
 from pydantic import BaseModel, ConfigDict, FailFast, Field, TypeAdapter
@@ -16,6 +22,8 @@ from services.contract.words.bounds import (
 from services.contract.words.ids import CheckpointId, JobId
 
 FORMAT_VERSION: Final = 1
+_DIGEST_AT_END: Final = re.compile(rb',\n "sha256": "([0-9a-f]{64})"\n}$')
+_END: Final = b"\n}"
 
 
 class _Record(BaseModel):
@@ -85,4 +93,25 @@ class DamagedRecord(_Record):
 
 
 ChainRecord = Annotated[Manifest | AttemptOpened | CheckpointDeleted, Field(discriminator="kind")]
-CHAIN_RECORD: TypeAdapter[Manifest | AttemptOpened | CheckpointDeleted] = TypeAdapter(ChainRecord)
+_CHAIN_RECORD: TypeAdapter[Manifest | AttemptOpened | CheckpointDeleted] = TypeAdapter(ChainRecord)
+
+
+def record_bytes(record: Manifest | AttemptOpened | CheckpointDeleted) -> bytes:
+    """The file of a record: JSON, its digest last."""
+    fields = _CHAIN_RECORD.dump_json(record, indent=1)
+    digest = hashlib.sha256(fields).hexdigest()
+    return fields.removesuffix(_END) + f',\n "sha256": "{digest}"\n}}'.encode()
+
+
+def record_of(content: bytes) -> Manifest | AttemptOpened | CheckpointDeleted:
+    """The record in a file that ``record_bytes`` of this or another version made.
+
+    Raises:
+        ValueError: It is damaged.
+    """
+    # Over the bytes as they are: a newer version may have written fields that this one does not know.
+    if digest := _DIGEST_AT_END.search(content):
+        fields = content[: digest.start()] + _END
+        if hashlib.sha256(fields).hexdigest() != digest[1].decode():
+            raise ValueError("its fields are not those of its sha256")
+    return _CHAIN_RECORD.validate_json(content)
