@@ -1,5 +1,6 @@
-"""A file system of a test's own, so small that the test can fill it."""
+"""File systems of a test's own: one that it can fill, one that can go, one that nobody serves any more."""
 
+import ctypes
 import errno
 import os
 import subprocess
@@ -36,12 +37,65 @@ class Disk:
 def small_disk(folder: Path, mebibytes: int = 8) -> Iterator[Disk]:
     """A disk mounted on ``folder``; skips the test where nothing may be mounted."""
     folder.mkdir()
-    mount = ["mount", "-t", "tmpfs", "-o", f"size={mebibytes}m", "tmpfs", str(folder)]
-    mounted = subprocess.run(mount, capture_output=True, text=True, check=False)
-    if mounted.returncode:
-        pytest.skip(f"a file system of its own takes the right to mount: {mounted.stderr.strip()}")
+    _mount("-t", "tmpfs", "-o", f"size={mebibytes}m", "tmpfs", str(folder))
     try:
         yield Disk(folder, mebibytes << 20)
     finally:
         # Whoever has it open yet, a process on its way out, does not keep it mounted here.
         subprocess.run(["umount", "--lazy", str(folder)], check=True)
+
+
+@dataclass(frozen=True)
+class LooseDisk:
+    """A disk that is mounted at ``path`` and holds what lies in ``content``."""
+
+    path: Path
+    content: Path
+
+    def mount(self) -> None:
+        """Have it there."""
+        _mount("--bind", str(self.content), str(self.path))
+
+    def unmount(self) -> None:
+        """Have an empty folder of the disk below in its place, at once and for everybody."""
+        subprocess.run(["umount", "--lazy", str(self.path)], check=True)
+
+
+@contextmanager
+def loose_disk(folder: Path) -> Iterator[LooseDisk]:
+    """A disk mounted within ``folder``; skips the test where nothing may be mounted."""
+    disk = LooseDisk(folder / "mounted", folder / "content")
+    for each in (disk.path, disk.content):
+        each.mkdir(parents=True)
+    disk.mount()
+    try:
+        yield disk
+    finally:
+        while disk.path.is_mount():
+            disk.unmount()
+
+
+@contextmanager
+def dead_disk(folder: Path) -> Iterator[None]:
+    """A disk mounted on ``folder`` whose program in user space has died; skips the test as ``small_disk`` does."""
+    folder.mkdir()
+    try:
+        device = os.open("/dev/fuse", os.O_RDWR)
+    except OSError as error:
+        pytest.skip(f"there is no FUSE: {error}")
+    options = f"fd={device},rootmode=40000,user_id=0,group_id=0".encode()
+    libc = ctypes.CDLL(None, use_errno=True)
+    refused = libc.mount(b"dead", os.fsencode(folder), b"fuse", 0, options)
+    os.close(device)
+    if refused:
+        pytest.skip(f"nothing may be mounted: {os.strerror(ctypes.get_errno())}")
+    try:
+        yield
+    finally:
+        subprocess.run(["umount", "--lazy", str(folder)], check=True)
+
+
+def _mount(*words: str) -> None:
+    done = subprocess.run(["mount", *words], capture_output=True, text=True, check=False)
+    if done.returncode:
+        pytest.skip(f"a file system of its own takes the right to mount: {done.stderr.strip()}")

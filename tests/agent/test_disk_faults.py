@@ -18,7 +18,7 @@ from tests.agent.conftest import (
     launch,
     running,
 )
-from tests.disk import small_disk
+from tests.disk import dead_disk, small_disk
 from tests.waiting import until
 
 
@@ -93,6 +93,24 @@ def test_an_attempt_that_meets_a_full_disk_is_refused_for_that_and_opened_when_t
         controller.open_job(fence=2)
         controller.send(launch(fence=2))
         assert all(e.finished for e in ended(controller, fence=2).exits)
+
+
+def test_an_attempt_that_meets_a_disk_whose_server_has_died_is_refused_for_that(
+    controller: Controller, start_agent: StartAgent, tmp_path: Path
+) -> None:
+    home = tmp_path / "home"
+    home.mkdir()
+    with dead_disk(home / "checkpoints"):
+        controller.open_job()
+        agent = start_agent()
+        controller.fact(NodeJoined)
+        controller.send(launch())
+        refused = controller.fact(LaunchRefused)
+        assert refused.condition == f"what serves the checkpoint disk of {NODE} has ended"
+        assert_well(agent)
+    controller.open_job(fence=2)
+    controller.send(launch(fence=2))
+    assert all(e.finished for e in ended(controller, fence=2).exits)
 
 
 def test_output_that_cannot_be_read_is_given_up(
