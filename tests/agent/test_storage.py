@@ -5,6 +5,7 @@ import hashlib
 import itertools
 import os
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -27,9 +28,10 @@ from services.contract.messages.facts import (
 )
 from services.contract.redis import redis_keys
 from services.contract.storage import commit_chain
-from services.contract.storage.commit_chain import ChainError, CommitChain
+from services.contract.storage.commit_chain import CommitChain
 from services.contract.storage.job_cards import put_card_away
 from services.contract.storage.manifests import Manifest, ShardFile
+from services.contract.system.durable import StorageAwayError
 from services.contract.words.ids import checkpoint_id
 from services.contract.words.states import JobState
 from services.worker.agent.storage import shard_check
@@ -49,6 +51,14 @@ def storage(tmp_path: Path) -> Storage:
 @pytest.fixture
 def commit(storage: Storage) -> CommitCheckpoint:
     """For a checkpoint whose one shard lies there."""
+    return _commit_of(storage.root)
+
+
+def _about(commit: CommitCheckpoint) -> dict[str, Any]:
+    return {"job_id": JOB, "fence": 1, "checkpoint_id": commit.manifest.checkpoint_id}
+
+
+def _commit_of(root: Path) -> CommitCheckpoint:
     shard = ShardFile(rank=0, name="rank-0.bin", bytes=1, sha256=hashlib.sha256(b"x").hexdigest())
     manifest = Manifest(
         job_id=JOB,
@@ -58,7 +68,7 @@ def commit(storage: Storage) -> CommitCheckpoint:
         world_size=1,
         shards=(shard,),
     )
-    folder = CommitChain(storage.root, JOB).shard_folder(manifest.checkpoint_id)
+    folder = CommitChain(root, JOB).shard_folder(manifest.checkpoint_id)
     folder.mkdir(parents=True)
     (folder / shard.name).write_bytes(b"x")
     return CommitCheckpoint(job_id=JOB, fence=1, manifest=manifest)
@@ -170,9 +180,43 @@ def test_a_storage_that_holds_nothing_of_the_job_proves_nothing(
     (told,) = elsewhere.verify(verify(commit))
     assert isinstance(told, CheckpointUnread)
     source = launch(2).model_copy(update={"resume_from": commit.manifest.checkpoint_id})
-    with pytest.raises(ChainError, match="is the storage mounted"):
+    with pytest.raises(StorageAwayError, match="is the storage mounted"):
         elsewhere.open_attempt(source)
     assert storage.open_attempt(source) == ()
+
+
+def test_nothing_is_written_to_a_folder_that_has_taken_the_place_of_the_storage(
+    tmp_path: Path,
+) -> None:
+    root = tmp_path / "mounted"
+    storage = Storage(root, NODE)
+    name = storage.files.identity()
+    storage.open_attempt(launch())
+    commit = _commit_of(storage.root)
+    root.rename(tmp_path / "away")
+    for is_there in (False, True):
+        if is_there:
+            root.mkdir()
+        assert storage.files.identity() is None
+        lost = storage.commit(commit)
+        assert isinstance(lost, CheckpointLost)
+        assert "is it mounted" in str(lost.condition)
+        with pytest.raises(StorageAwayError, match="is it mounted"):
+            storage.open_attempt(launch(2))
+        with pytest.raises(StorageAwayError, match="is it mounted"):
+            storage.retire(RetireCheckpoint(**_about(commit)))
+        with pytest.raises(StorageAwayError, match="is it mounted"):
+            storage.keep_standing(KeepStanding(job_id=JOB, fence=1, standing=JobState.PAUSED))
+        assert "is it mounted" in str(purge(storage, PurgeJob(job_id=JOB, fence=1), NODE).error)
+    assert list(root.iterdir()) == []
+    root.rmdir()
+    (tmp_path / "away").rename(root)
+    (root / ".storage-id").unlink()
+    assert isinstance(storage.commit(commit), CheckpointLinked)
+    assert storage.files.identity() == name, "the folder is the same: its name was removed alone"
+    (root / ".storage-id").write_text("0" * 32)
+    with pytest.raises(StorageAwayError, match="restart the agent"):
+        storage.open_attempt(launch(2))
 
 
 def test_a_purged_job_leaves_nothing_and_its_zombies_commit_nothing(

@@ -1,4 +1,4 @@
-"""The disk of the checkpoints is full under a whole stack: what training waits for, and what it costs."""
+"""The disk of the checkpoints is full or gone under a whole stack: what training waits for, and what it costs."""
 
 from pathlib import Path
 
@@ -7,11 +7,13 @@ import pytest
 
 from services.contract.api.views import JobView
 from services.contract.words.states import JobState
-from tests.disk import small_disk
+from tests.disk import loose_disk, small_disk
 from tests.e2e.conftest import LONG, REST, Stack, running_stack
 from tests.waiting import until
 
 pytestmark = [pytest.mark.ranks, pytest.mark.redis]
+
+ONE_RESTART = {"max_restarts": 1}
 
 
 def test_a_killed_rank_and_a_full_disk_cost_what_the_kill_costs_and_the_end_waits_for_room(
@@ -27,7 +29,7 @@ def test_a_killed_rank_and_a_full_disk_cost_what_the_kill_costs_and_the_end_wait
             model=LONG["model"],
             train={"steps": 200, "global_batch": 4, "seed": 7},
             checkpoint={"every_steps": 20, "keep_last": 1},
-            faults={"max_restarts": 1},
+            faults=ONE_RESTART,
         ).id
         until(lambda: stack.job(job_id).latest_checkpoint)
         disk.fill()
@@ -41,6 +43,36 @@ def test_a_killed_rank_and_a_full_disk_cost_what_the_kill_costs_and_the_end_wait
             ended.reason,
             ended.failure,
         )
+
+
+def test_what_is_committed_is_there_when_a_disk_that_was_unmounted_is_back(tmp_path: Path) -> None:
+    home = tmp_path / "home"
+    home.mkdir()
+    with (
+        loose_disk(tmp_path / "disk") as disk,
+        running_stack(home, MESHLOOM_CHECKPOINT_ROOT=str(disk.path)) as stack,
+    ):
+        spec = LONG | {"checkpoint": {"every_steps": 10, "keep_last": 1}, "faults": ONE_RESTART}
+        undisturbed = stack.rested(stack.submit(**spec).id)
+        job_id = stack.submit(**spec).id
+        until(lambda: stack.job(job_id).latest_checkpoint)
+        disk.unmount()
+        until(lambda: _waits(stack, job_id), timeout_s=120)
+        ranks = stack.client.ranks(job_id).items
+        psutil.Process(next(rank.pid for rank in ranks if rank.pid)).kill()
+        assert list(disk.path.glob("job_*/chain/*")) == [], "a commit there is one that gets lost"
+        disk.mount()
+        ended = stack.rested(job_id)
+        assert (ended.state, ended.restarts) == (JobState.SUCCEEDED, 1), (
+            ended.reason,
+            ended.failure,
+        )
+        assert stack.losses(job_id) == stack.losses(undisturbed.id)
+
+
+def _waits(stack: Stack, job_id: str) -> bool:
+    """Whether a commit of the job waits."""
+    return "checkpoint.waits" in {event.kind for event in stack.client.events(job_id).items}
 
 
 def _waiting(stack: Stack, job_id: str) -> JobView | None:

@@ -83,6 +83,9 @@ class BucketFiles:
         name = text.decode("ascii", "replace")
         return name if IDENTITY.fullmatch(name) else None
 
+    def require_known(self) -> None:
+        """See ``SharedFiles.require_known``: nothing else is in a bucket's place."""
+
     def fault(self) -> str | None:
         """See ``SharedFiles.fault``: tries each right that is needed, and the condition of writes."""
         name = f".tried-{secrets.token_hex(8)}"

@@ -20,13 +20,18 @@ def storage_identity(root: Path) -> str | None:
     Nodes that tell different names have different storages: a job that moves between them does not find its checkpoints.
     """
     try:
-        return _read(root) or _make(root)
+        return read_identity(root) or make_identity(root, secrets.token_hex(BYTES))
     except OSError:
         # Other parts of the agent tell what the storage lacks, and wait for it.
         return None
 
 
-def _read(root: Path) -> str | None:
+def read_identity(root: Path) -> str | None:
+    """The name of the storage at ``root``; None where it has none.
+
+    Raises:
+        OSError: It does not answer.
+    """
     try:
         descriptor = open_plain(root / NAME)
     except FileNotFoundError:
@@ -36,10 +41,15 @@ def _read(root: Path) -> str | None:
     return text if IDENTITY.fullmatch(text) else None
 
 
-def _make(root: Path) -> str | None:
+def make_identity(root: Path, name: str) -> str | None:
+    """The name of the storage at ``root``: ``name``, unless another agent was first to give it one.
+
+    Raises:
+        OSError: The storage refuses.
+    """
     root.mkdir(parents=True, exist_ok=True)
     draft = root / f"{NAME}.{secrets.token_hex(4)}"
-    write_new(draft, secrets.token_hex(BYTES).encode())
+    write_new(draft, name.encode())
     try:
         # A link never replaces: of two agents that come at once, the second one reads the first one's.
         with contextlib.suppress(FileExistsError):
@@ -47,4 +57,4 @@ def _make(root: Path) -> str | None:
     finally:
         draft.unlink()
     sync_folder(root)
-    return _read(root)
+    return read_identity(root)

@@ -46,7 +46,7 @@ from services.contract.storage.manifests import (
     DamagedRecord,
     Manifest,
 )
-from services.contract.system.durable import make_folders, node_condition
+from services.contract.system.durable import StorageAwayError, make_folders, node_condition
 from services.contract.system.rank_user import RankUser
 from services.contract.words.bounds import MOST_RANKS_OF_A_NODE
 from services.contract.words.ids import job_of_checkpoint
@@ -96,13 +96,14 @@ class Storage:
         Raises:
             LaunchError: The loading was stopped.
             FencedError: A newer attempt is open.
-            ChainError: The checkpoint that is to be loaded cannot be in this storage.
+            StorageAwayError: This is another storage, or the checkpoint that is to be loaded cannot be in it.
             OSError: The storage refuses.
         """
+        self.files.require_known()
         chain = self.chain(command.job_id)
         source = command.resume_from
         if source is not None and not self.chain(job_of_checkpoint(source)).exists:
-            raise ChainError(
+            raise StorageAwayError(
                 f"{self.root} holds nothing of {job_of_checkpoint(source)}, whose checkpoint "
                 f"{source} is to be loaded: is the storage mounted on this node?"
             )
@@ -148,6 +149,7 @@ class Storage:
         Raises:
             OSError: The storage refuses.
         """
+        self.files.require_known()
         with self._writing_cards:
             card = self.card(command.job_id)
             if card is not None and card.fence <= command.fence:
@@ -196,6 +198,7 @@ class Storage:
         manifest = command.manifest
         chain = self.chain(command.job_id)
         try:
+            self.files.require_known()
             # One that is linked stays linked, whatever became of its files since.
             if chain.read().number_of(manifest) is None:
                 self._check_shards(manifest, chain.shard_folder(manifest.checkpoint_id))
@@ -235,6 +238,7 @@ class Storage:
             ChainError: The chain is damaged.
             OSError: The storage refuses.
         """
+        self.files.require_known()
         chain = self.chain(command.job_id)
         if command.kept:
             there = {manifest.checkpoint_id for manifest in chain.committed()}
@@ -409,6 +413,7 @@ def purge(storage: Storage, command: PurgeJob, node_id: str) -> JobPurged:
     folder = storage.root / command.job_id
     error = None
     try:
+        storage.files.require_known()
         if os.path.lexists(folder) or storage.files.holds(folder):
             opened = AttemptOpened(job_id=command.job_id, fence=command.fence + 1)
             # Where a rank has put something else in the chain's place, nothing can be committed.

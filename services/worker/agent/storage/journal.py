@@ -90,7 +90,7 @@ class Journal:
         entries = self._waiting.pop(key)
         part = Part(self._files.root, job_id, KINDS[name], fence, self._writer)
         try:
-            await in_storage_thread(part.append, entries)
+            await in_storage_thread(self._write, part, entries)
             self._unpublished.add(part.path)
         except FileNotFoundError:
             return  # storage holds nothing of the job any more
@@ -102,6 +102,10 @@ class Journal:
             self._put(key, [*entries, *came_since])
         else:
             self._refused = None
+
+    def _write(self, part: Part, entries: Sequence[tuple[EntryId, str]]) -> None:
+        self._files.require_known()
+        part.append(entries)
 
     async def publish(self) -> None:
         """Have all nodes see what was appended."""

@@ -80,6 +80,7 @@ class RecordKeeper:
         events_to = None
         folder = records_folder(self._root, command.job_id)
         try:
+            await in_storage_thread(self._files.require_known)
             await in_storage_thread(self._files.pull_missing, folder)
             before = await in_storage_thread(_names, folder)
             for kind in (*KINDS.values(), EVENTS):

@@ -1,5 +1,6 @@
 """The storage as an agent uses it: the folder that all nodes mount, or a bucket and this node's copies."""
 
+import contextlib
 import os
 import secrets
 from collections.abc import Callable
@@ -10,9 +11,13 @@ from services.contract.storage.job_cards import jobs_in
 from services.contract.storage.manifests import ShardFile
 from services.contract.storage.record_files import FolderRecords, RecordFiles
 from services.contract.storage.storage_address import BucketAddress
-from services.contract.system.durable import sync_folder
+from services.contract.system.durable import StorageAwayError, sync_folder
 from services.worker.agent.host.removal import remove_tree
-from services.worker.agent.storage.identity import storage_identity
+from services.worker.agent.storage.identity import (
+    make_identity,
+    read_identity,
+    storage_identity,
+)
 from services.worker.agent.storage.shard_check import fault_of
 
 
@@ -28,6 +33,14 @@ class SharedFiles(RecordFiles, Protocol):
 
     def identity(self) -> str | None:
         """The name that the storage has for all nodes that share it; None where it cannot be read or written."""
+        ...
+
+    def require_known(self) -> None:
+        """Return if this is the storage whose name was asked for first.
+
+        Raises:
+            StorageAwayError: It is another one, as where nothing is mounted any more: what is committed there is lost.
+        """
         ...
 
     def fault(self) -> str | None:
@@ -118,6 +131,7 @@ class FolderFiles(FolderRecords):
 
     def __init__(self, root: Path) -> None:
         self._root = root
+        self._first: tuple[str, tuple[int, int]] | None = None
 
     @property
     def root(self) -> Path:
@@ -125,8 +139,28 @@ class FolderFiles(FolderRecords):
         return self._root
 
     def identity(self) -> str | None:
-        """See ``SharedFiles.identity``."""
-        return storage_identity(self._root)
+        """See ``SharedFiles.identity``: once it is known, an empty folder in its place is given none."""
+        with contextlib.suppress(OSError):
+            if self._first is not None:
+                return self._found(*self._first)
+            if (name := storage_identity(self._root)) is not None:
+                self._first = name, _place(self._root)
+            return name
+        return None
+
+    def require_known(self) -> None:
+        """See ``SharedFiles.require_known``."""
+        if self._first is not None and self._found(*self._first) != self._first[0]:
+            raise StorageAwayError(
+                f"{self._root} is not the storage that was there before: is it mounted? Where it was replaced on "
+                "purpose, restart the agent"
+            )
+
+    def _found(self, name: str, place: tuple[int, int]) -> str | None:
+        found = read_identity(self._root)
+        if found is None and self._root.exists() and _place(self._root) == place:
+            return make_identity(self._root, name)  # somebody has removed the file alone
+        return found
 
     def fault(self) -> str | None:
         """See ``SharedFiles.fault``: what a disk lacks is told when it is written to."""
@@ -190,6 +224,11 @@ class FolderFiles(FolderRecords):
 
     def forget_copies(self) -> None:
         """See ``SharedFiles.forget_copies``."""
+
+
+def _place(folder: Path) -> tuple[int, int]:
+    about = folder.stat()
+    return about.st_dev, about.st_ino
 
 
 def shared_files(
