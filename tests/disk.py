@@ -78,7 +78,7 @@ def loose_disk(folder: Path) -> Iterator[LooseDisk]:
 @contextmanager
 def dead_disk(folder: Path) -> Iterator[None]:
     """A disk mounted on ``folder`` whose program in user space has died; skips the test as ``small_disk`` does."""
-    folder.mkdir()
+    folder.mkdir(exist_ok=True)
     try:
         device = os.open("/dev/fuse", os.O_RDWR)
     except OSError as error:

@@ -1,6 +1,7 @@
 """The commit chain under repeats, races, zombies and damage."""
 
 import contextlib
+import errno
 import hashlib
 import multiprocessing
 import os
@@ -10,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from services.contract.storage import commit_chain
 from services.contract.storage.commit_chain import ChainError, CommitChain, FencedError, Record
 from services.contract.storage.manifests import (
     AttemptOpened,
@@ -206,6 +208,23 @@ def test_a_record_of_an_older_version_has_no_digest_and_one_of_a_newer_may_have_
     assert record_of(sealed.encode()) == manifest(10)
     with pytest.raises(ValueError, match="not those of its sha256"):
         record_of(sealed.replace("blue", "bluf").encode())
+
+
+def test_a_storage_that_does_not_answer_makes_no_record_damaged(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    chain = CommitChain(tmp_path, JOB)
+    chain.append(manifest(10))
+
+    def refuse(path: Path) -> bytes:
+        raise OSError(number, os.strerror(number), str(path))
+
+    monkeypatch.setattr(commit_chain, "read_plain", refuse)
+    for number in (errno.ETIMEDOUT, errno.ENOTCONN, errno.EMFILE):
+        with pytest.raises(OSError, match=os.strerror(number)):
+            chain.read()
+    number = errno.EIO  # as a bad block gives it
+    assert [record.number for record in chain.read().damaged] == [1]
 
 
 def test_a_record_of_another_job_is_none_of_the_chain(tmp_path: Path) -> None:

@@ -3,12 +3,16 @@
 import os
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 import torch
 
+from services.contract.storage.manifests import ShardFile
 from services.worker.rank.checkpoints import shard_file
+from tests.disk import dead_disk
+from tests.waiting import until
 
 # A process of its own, which can be ended: the library waits at a pipe with the interpreter's lock.
 _READS = """
@@ -50,3 +54,22 @@ def test_a_shard_of_another_size_is_told_without_reading_it(tmp_path: Path) -> N
     os.truncate(folder / shard.name, 1 << 40)
     with pytest.raises(shard_file.CorruptShardError, match=f"it has {1 << 40} bytes"):
         shard_file.verify(folder, shard)
+
+
+def test_a_disk_whose_server_has_died_is_waited_for_and_makes_no_file_corrupt(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    folder = tmp_path / "shards" / "checkpoint"
+    shard = shard_file.write(folder, 0, {"weight": torch.ones(4)}, {})
+
+    with ThreadPoolExecutor(1) as pool:
+        with dead_disk(folder):
+            reading = pool.submit(_weight, folder, shard)
+            until(lambda: "waits for the storage" in capfd.readouterr().err)
+            assert not reading.done()
+        assert reading.result(60).tolist() == [1.0] * 4
+
+
+def _weight(folder: Path, shard: ShardFile) -> torch.Tensor:
+    with shard_file.opened(folder, shard) as reader:
+        return reader.tensor("weight")

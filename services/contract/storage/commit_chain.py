@@ -40,6 +40,7 @@ from services.contract.system.durable import (
     StorageAwayError,
     make_folders,
     read_plain,
+    says_nothing_of_the_file,
     sync_folder,
     write_new,
 )
@@ -124,7 +125,7 @@ class CommitChain:
         """All that it says now.
 
         Raises:
-            OSError: The folder is there and cannot be listed.
+            OSError: The folder is there and cannot be listed, or its storage does not answer.
         """
         self._files.pull(self._folder)
         # The names of fences first: an opening that is under way is either seen by its name or
@@ -136,6 +137,8 @@ class CommitChain:
             try:
                 records[number] = self._read(number)
             except (OSError, ValueError) as error:
+                if isinstance(error, OSError) and says_nothing_of_the_file(error):
+                    raise
                 why = f"{type(error).__name__}: {str(error).splitlines()[0]}"
                 name = self._path(number).name
                 damaged.append(DamagedRecord(number=number, name=name, reason=why))

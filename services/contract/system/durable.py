@@ -35,12 +35,25 @@ _CONDITIONS: Final[Mapping[int, str]] = MappingProxyType(
         errno.ENETUNREACH: "what serves {disk} of {node} is not reached",
         errno.ETIMEDOUT: "what serves {disk} of {node} does not answer",
         errno.EREMOTEIO: "what serves {disk} of {node} reports input/output errors",
-        errno.ENODEV: "the device of {disk} of {node} is gone",
         errno.EMFILE: "a process on {node} has no free file handle",
         errno.ENFILE: "{node} has no free file handle",
         errno.ENOMEM: "{node} has no memory left",
         errno.EAGAIN: "{node} can start no more processes",
         errno.EADDRINUSE: "{node} has no free port",
+    }
+)
+_AWAY: Final = frozenset(
+    {
+        errno.ESTALE,
+        errno.ENOTCONN,
+        errno.ESHUTDOWN,
+        errno.EHOSTDOWN,
+        errno.EHOSTUNREACH,
+        errno.ENETUNREACH,
+        errno.ETIMEDOUT,
+        errno.EMFILE,
+        errno.ENFILE,
+        errno.ENOMEM,
     }
 )
 
@@ -64,6 +77,11 @@ def node_condition(error: BaseException, node_id: str, disk: str = CHECKPOINT_DI
         return f"{error} (seen from {node_id})"
     words = _CONDITIONS.get(error.errno or 0) if isinstance(error, OSError) else None
     return None if words is None else words.format(disk=disk, node=node_id)
+
+
+def says_nothing_of_the_file(error: OSError) -> bool:
+    """Whether a read failed for what its node, or the server of its disk, lacks: not so EIO, which a bad block gives."""
+    return isinstance(error, StorageAwayError) or error.errno in _AWAY
 
 
 def make_folders(folder: Path, root: Path) -> None:

@@ -50,7 +50,7 @@ def source_of(seat: RankSeat, checkpoint: str, send: Callable[[RankMessage], Non
     """
     chain = CommitChain(Path(seat.storage_root), job_of_checkpoint(checkpoint))
     try:
-        return chain.find(checkpoint)
+        return shard_file.once_it_answers(lambda: chain.find(checkpoint))
     except ChainError as error:
         send(RankFoundCorrupt(checkpoint_id=checkpoint, file="chain", reason=str(error)))
         raise

@@ -6,18 +6,26 @@ read by the library.
 """
 
 import hashlib
+import itertools
 import json
 import os
+import sys
+import threading
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Final
+from typing import Final, TypeVar
 
 import torch
 from safetensors import SafetensorError, safe_open
 
 from services.contract.storage.manifests import ShardFile
-from services.contract.system.durable import make_folders, open_plain, sync_folder
+from services.contract.system.durable import (
+    make_folders,
+    open_plain,
+    says_nothing_of_the_file,
+    sync_folder,
+)
 from services.contract.words.bounds import encodable
 
 _DTYPES: Final = {
@@ -39,6 +47,8 @@ HEADER_BYTES: Final = 100_000_000
 _ALIGNMENT: Final = 8
 _READ_BYTES: Final = 1 << 20
 _PIECE_BYTES: Final = 1 << 22
+_TRIES_AGAIN_S: Final = (0.5, 1.0, 2.0, 5.0, 10.0)
+_Answer = TypeVar("_Answer")
 
 
 class CorruptShardError(RuntimeError):
@@ -143,6 +153,23 @@ def can_hold(dtype: torch.dtype) -> bool:
     return dtype in _DTYPES
 
 
+def once_it_answers(read: Callable[[], _Answer]) -> _Answer:
+    """What ``read`` answers, tried for as long as the storage does not: a file is not damaged by that.
+
+    Raises:
+        OSError: Anything else.
+    """
+    waits_s = itertools.chain(_TRIES_AGAIN_S, itertools.repeat(_TRIES_AGAIN_S[-1]))
+    while True:
+        try:
+            return read()
+        except OSError as error:
+            if not says_nothing_of_the_file(error):
+                raise
+            sys.stderr.write(f"waits for the storage of its checkpoint: {error}\n")
+        threading.Event().wait(next(waits_s))
+
+
 def verify(folder: Path, shard: ShardFile) -> None:
     """Compares a shard file's bytes with the manifest's digest.
 
@@ -150,16 +177,20 @@ def verify(folder: Path, shard: ShardFile) -> None:
         CorruptShardError: It is missing, no plain file, or has another size or digest.
     """
     path = folder / shard.name
-    digest = hashlib.sha256()
     try:
-        with open(open_plain(path), "rb") as file:  # noqa: PTH123 a descriptor, not a path
-            size = os.fstat(file.fileno()).st_size
-            if size != shard.bytes:  # one of holes could be of any size, and be read for hours
-                raise _corrupt(path, f"it has {size} bytes, the manifest says {shard.bytes}")
-            while part := file.read(_READ_BYTES):
-                digest.update(part)
+        once_it_answers(lambda: _compare(path, shard))
     except OSError as error:
         raise CorruptShardError(path, f"cannot be read: {error}") from error
+
+
+def _compare(path: Path, shard: ShardFile) -> None:
+    digest = hashlib.sha256()
+    with open(open_plain(path), "rb") as file:  # noqa: PTH123 a descriptor, not a path
+        size = os.fstat(file.fileno()).st_size
+        if size != shard.bytes:  # one of holes could be of any size, and be read for hours
+            raise _corrupt(path, f"it has {size} bytes, the manifest says {shard.bytes}")
+        while part := file.read(_READ_BYTES):
+            digest.update(part)
     if digest.hexdigest() != shard.sha256:
         raise _corrupt(path, f"sha256 is {digest.hexdigest()}, the manifest says {shard.sha256}")
 
@@ -235,7 +266,7 @@ def opened(folder: Path, shard: ShardFile) -> Iterator[ShardReader]:
     """
     try:
         # The library would wait for ever at a pipe that another rank has put there.
-        os.close(open_plain(folder / shard.name))
+        os.close(once_it_answers(lambda: open_plain(folder / shard.name)))
         with safe_open(folder / shard.name, framework="pt") as handle:
             yield ShardReader(handle, folder, shard)
     except (OSError, SafetensorError) as error:
