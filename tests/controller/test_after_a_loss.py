@@ -9,6 +9,7 @@ from services.contract.messages.commands import PurgeJob, StopGang
 from services.contract.messages.facts import (
     OLDER_COPY,
     CheckpointCorrupt,
+    CheckpointRetired,
     Fact,
     GangEnded,
     GangLaunched,
@@ -18,7 +19,7 @@ from services.contract.messages.facts import (
 )
 from services.contract.storage.job_cards import JobCard
 from services.contract.words.ids import checkpoint_id, new_job_id
-from services.contract.words.states import JobState
+from services.contract.words.states import CheckpointState, JobState
 from services.controller.adapters.memory import memory_ports
 from services.controller.adapters.memory.server import MemoryServer
 from services.controller.domain.decisions.dispatch import first_decision
@@ -208,6 +209,31 @@ def test_a_job_goes_on_from_later_commits_that_an_older_copy_of_redis_does_not_k
         assert (later.state, later.restarts) == (JobState.RESTARTING, 1)  # of the kill alone
         await leader.happen(job, placed(job))
         assert (await leader.job(job.id)).attempts[-1].resumed_step == 40
+
+    play(course)
+
+
+def test_a_job_goes_on_from_what_an_older_copy_of_storage_has_though_it_was_removed_since() -> None:
+    async def course(leader: Leader) -> None:
+        job = await training(leader)
+        await leader.hear(*(linked(job, step) for step in range(10, 60, 10)))
+        book = (await leader.job(job.id)).checkpoints.values()
+        removed = [c.id for c in book if c.state == CheckpointState.DELETING]
+        assert checkpoint_id(job.id, 10, 1) in removed
+        about = {"job_id": job.id, "fence": 1, "node_id": NODE}
+        await leader.hear(
+            *(CheckpointRetired.model_validate({**about, "checkpoint_id": c}) for c in removed)
+        )
+        # What is told late, of before a removal, brings nothing back while there are others.
+        await leader.hear(found(job, 10, 50))
+        assert removed[0] not in (await leader.job(job.id)).checkpoints
+
+        await leader.hear(killed(job))
+        leader.now += 3_600_000
+        await leader.happen(job, placed(job))
+        await leader.hear(found(job, 10).model_copy(update={"fence": 2}))
+        again = (await leader.job(job.id)).checkpoints[removed[0]]
+        assert (again.step, again.state, again.pinned) == (10, CheckpointState.COMMITTED, True)
 
     play(course)
 

@@ -5,7 +5,12 @@ from typing import Final
 from services.contract.messages.facts import ChainDamaged, CheckpointLinked, JobFound
 from services.contract.storage.job_cards import JobCard
 from services.contract.words.ids import job_of_checkpoint
-from services.contract.words.states import TERMINAL_STATES, ExitReason, JobState
+from services.contract.words.states import (
+    TERMINAL_STATES,
+    CheckpointState,
+    ExitReason,
+    JobState,
+)
 from services.controller.domain.decisions.checkpoint_facts import on_damaged
 from services.controller.domain.job import checkpoint as checkpoints
 from services.controller.domain.job.attempt import Attempt, ReplicaBook
@@ -184,9 +189,13 @@ def _with_checkpoints(job: Job, fact: JobFound, now_ms: int) -> Job:
     book = dict(job.checkpoints)
     new = sorted(n for n, manifest in fact.manifests.items() if manifest.checkpoint_id not in book)
     left_out = set(new[: max(len(book) + len(new) - MOST_FOUND, 0)])
+    committed = {c.id for c in book.values() if c.state == CheckpointState.COMMITTED}
+    # A storage that was restored from an older copy may have only what retention has removed since.
+    is_older = committed and committed.isdisjoint(m.checkpoint_id for m in fact.manifests.values())
+    gone = () if is_older else job.gone
     for number, manifest in fact.manifests.items():
         known = book.get(manifest.checkpoint_id)
-        if manifest.checkpoint_id in job.gone or number in left_out:
+        if manifest.checkpoint_id in gone or number in left_out:
             continue
         if known is None or known.state not in LINKED_STATES:
             link = CheckpointLinked(
