@@ -9,6 +9,12 @@ from typing import Final, Self
 import psutil
 
 from services.controller.adapters.pools.kubernetes import KubernetesPool
+from services.controller.adapters.pools.kubernetes_job import (
+    OWNER,
+    POOL,
+    RESERVATION,
+    job_manifest,
+)
 from services.controller.adapters.pools.pools_file import KubernetesPoolConfig
 from services.controller.ports.pools import NodePool
 from tests.pools.kube_access import NAMESPACE
@@ -109,6 +115,18 @@ class KubeWorld:
     def silent(self) -> Iterator[None]:
         with self.cluster.silent():
             yield
+
+    @contextlib.contextmanager
+    def imitated(self, reservation_id: str) -> Iterator[None]:
+        """With our labels, and another name."""
+        labels = {OWNER: "meshloom", POOL: "hpc", RESERVATION: reservation_id}
+        job = job_manifest(reservation_id, labels, ["hpc-1"], self.config(queue=None))
+        jobs = f"apis/batch/v1/namespaces/{NAMESPACE}/jobs"
+        self.cluster.api.ask("POST", jobs, job)
+        try:
+            yield
+        finally:
+            self.cluster.api.ask("DELETE", f"{jobs}/{reservation_id}")
 
     def _ready(self) -> list[str]:
         nodes = self.cluster.api.ask("GET", "api/v1/nodes")["items"]

@@ -2,6 +2,8 @@
 
 import asyncio
 import contextlib
+import subprocess
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Final, Self
 
@@ -14,6 +16,16 @@ from services.local.settings import child_environment
 from tests.pools.ray_cluster import AGENTS, RayCluster, marked
 
 _NODES: Final = 4
+_STRANGER: Final = """
+import sys
+import ray
+from ray.util.placement_group import placement_group, remove_placement_group
+ray.init(sys.argv[1], namespace="strangers", log_to_driver=False, logging_level="ERROR")
+group = placement_group([{"CPU": 0.01}], name=sys.argv[2])
+print("made", flush=True)
+sys.stdin.read()
+remove_placement_group(group)
+"""
 
 
 class RayWorld:
@@ -83,3 +95,20 @@ class RayWorld:
             yield
         finally:
             self._cluster.head.resume()
+
+    @contextlib.contextmanager
+    def imitated(self, reservation_id: str) -> Iterator[None]:
+        """With our name, in another namespace."""
+        title = f"meshloom.hpc.{reservation_id}.1"
+        with subprocess.Popen(
+            [sys.executable, "-W", "ignore", "-c", _STRANGER, self._cluster.address, title],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            env=child_environment(),
+            text=True,
+        ) as stranger:
+            assert stranger.stdin is not None
+            assert stranger.stdout is not None
+            assert stranger.stdout.readline() == "made\n"
+            yield
+            stranger.stdin.close()

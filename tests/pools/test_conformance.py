@@ -93,6 +93,10 @@ class World(Protocol):
     def repair_nodes(self) -> None: ...
     def silent(self) -> AbstractContextManager[None]: ...
 
+    def imitated(self, reservation_id: str) -> AbstractContextManager[None]:
+        """Within, another user has what is described as a reservation of node 1, and cannot be released as one."""
+        ...
+
 
 class Reserved:
     """A reservation and its agents, as a controller's rounds see them."""
@@ -299,6 +303,16 @@ def test_what_waits_is_given_back_at_once(world: World, tmp_path: Path) -> None:
     assert sighting.is_held
     until(lambda: until(reserved.sighting).reason in world.impossible)
     reserved.release()
+
+
+def test_what_another_user_made_like_a_reservation_is_passed_over(
+    world: World, tmp_path: Path
+) -> None:
+    """Taken for one it would be kept, with its nodes, until it was released, and no release would end it."""
+    reserved = Reserved(world, "imitated", 1, tmp_path)
+    with world.imitated(reserved.id):
+        assert reserved.sighting() is None
+        asyncio.run(reserved.pool.release(reserved.id))
 
 
 def test_what_can_never_be_is_told_in_the_schedulers_words(world: World, tmp_path: Path) -> None:

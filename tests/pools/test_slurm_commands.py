@@ -60,6 +60,7 @@ def test_only_batch_jobs_of_this_owner_and_pool_are_seen(tmp_path: Path) -> None
         "10|RUNNING|None|ours-f|meshloom owner=ours pool=hpc nodes=1,",
         "meshloom owner=ours pool=hpc nodes=1",
         "x|RUNNING|None|ours-g|meshloom owner=ours pool=hpc nodes=1",
+        "11|RUNNING|None|another|meshloom owner=ours pool=hpc nodes=1",
     ]
     (tmp_path / "said").write_text("\n".join(lines) + "\n")
     pool = pool_with(tmp_path, squeue=f"cat {tmp_path}/said")

@@ -136,7 +136,9 @@ class KubernetesPool:
 
     def _sightings(self) -> Sequence[Sighting]:
         selector = f"{OWNER}={self._owner},{POOL}={self._limits.name}"
-        jobs = self._listed(self._cluster.batch.list_namespaced_job, label_selector=selector)
+        listed = self._listed(self._cluster.batch.list_namespaced_job, label_selector=selector)
+        # Others may give theirs our labels. By another name than that of its reservation none could be released.
+        jobs = [job for job in listed if _name(job) == self._name(_label(job, RESERVATION))]
         pods: dict[str, list[client.V1Pod]] = defaultdict(list)
         for pod in self._listed(self._cluster.core.list_namespaced_pod, label_selector=selector):
             pods[_label(pod, RESERVATION)].append(pod)

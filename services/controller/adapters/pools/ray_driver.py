@@ -165,8 +165,16 @@ class Driver:
             for row in placement_group_table().values()
             if row["name"].startswith(f"{self._namespace}.")
             and row["name"].count(".") == _DOTS  # others may name theirs as they like
-            and (with_removed or row["state"] not in _GONE)
+            and (with_removed if row["state"] in _GONE else self._is_of_namespace(row))
         }
+
+    def _is_of_namespace(self, row: Mapping[str, Any]) -> bool:
+        """Whether a group is ours to release. Ray lists those of all namespaces, and finds by name those of one."""
+        try:
+            known = ray.util.get_placement_group(row["name"])
+        except ValueError:
+            return False
+        return bool(known.id.hex() == row["placement_group_id"])
 
     def _has(self, name: str, node_id: str) -> bool:
         try:

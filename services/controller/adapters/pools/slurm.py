@@ -216,6 +216,8 @@ class SlurmPool:
         if len(fields) != _FIELDS or not fields[0].isdecimal():
             return None
         number, state, reason, name, _ = fields
+        if not name.startswith(f"{self._owner}-"):  # by which none could be released
+            return None
         places = islice(_places(found[3]), _MOST_NODES)
         node_ids = tuple(f"{self._limits.name}-{place}" for place in places)
         return _BatchJob(
