@@ -185,6 +185,22 @@ def test_a_storage_that_holds_nothing_of_the_job_proves_nothing(
     assert storage.open_attempt(source) == ()
 
 
+def test_an_agent_that_started_before_its_storage_was_mounted_uses_it_once_it_is(
+    storage: Storage, commit: CommitCheckpoint, tmp_path: Path
+) -> None:
+    storage.files.identity()
+    storage.commit(commit)
+    root = tmp_path.with_name(f"{tmp_path.name} mounted")
+    early = Storage(root, NODE)
+    assert early.files.identity() is not None
+    source = launch(2).model_copy(update={"resume_from": commit.manifest.checkpoint_id})
+    with pytest.raises(StorageAwayError, match="is the storage mounted"):
+        early.open_attempt(source)
+    root.rename(f"{root} below")
+    root.symlink_to(tmp_path)
+    assert early.open_attempt(source) == ()
+
+
 def test_nothing_is_written_to_a_folder_that_has_taken_the_place_of_the_storage(
     tmp_path: Path,
 ) -> None:

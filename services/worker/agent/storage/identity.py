@@ -33,7 +33,8 @@ def read_identity(root: Path) -> str | None:
         OSError: It does not answer.
     """
     try:
-        descriptor = open_plain(root / NAME)
+        # The root itself may be a link.
+        descriptor = open_plain(root.resolve() / NAME)
     except FileNotFoundError:
         return None
     with os.fdopen(descriptor, "rb") as file:

@@ -120,6 +120,7 @@ class Storage:
         )
         with self._writing_cards:
             self._write_card(card)
+        self.files.require_known()
         for folder in chain.abandoned():
             try:
                 self.files.remove(folder)

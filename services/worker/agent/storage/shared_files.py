@@ -36,7 +36,7 @@ class SharedFiles(RecordFiles, Protocol):
         ...
 
     def require_known(self) -> None:
-        """Return if this is the storage whose name was asked for first.
+        """Return if this is the storage in which the agent first saw jobs.
 
         Raises:
             StorageAwayError: It is another one, as where nothing is mounted any more: what is committed there is lost.
@@ -143,14 +143,16 @@ class FolderFiles(FolderRecords):
         with contextlib.suppress(OSError):
             if self._first is not None:
                 return self._found(*self._first)
-            if (name := storage_identity(self._root)) is not None:
-                self._first = name, _place(self._root)
-            return name
+            return storage_identity(self._root)
         return None
 
     def require_known(self) -> None:
         """See ``SharedFiles.require_known``."""
-        if self._first is not None and self._found(*self._first) != self._first[0]:
+        if self._first is None:
+            # Not before: an agent may have started before its storage was mounted.
+            if jobs_in(self._root) and (name := read_identity(self._root)) is not None:
+                self._first = name, _place(self._root)
+        elif self._found(*self._first) != self._first[0]:
             raise StorageAwayError(
                 f"{self._root} is not the storage that was there before: is it mounted? Where it was replaced on "
                 "purpose, restart the agent"
