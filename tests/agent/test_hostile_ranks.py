@@ -10,12 +10,13 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import cast
 
 import pytest
 
-from services.contract.messages.board import BoardError, BoardReader, BoardWriter
+from services.contract.messages.board import BoardError, BoardReader, BoardStep, BoardWriter
 from services.contract.messages.commands import PurgeJob, StopGang
 from services.contract.messages.facts import (
     CheckpointCorrupt,
@@ -28,6 +29,7 @@ from services.contract.messages.facts import (
 )
 from services.contract.redis import redis_keys
 from services.contract.system.durable import open_plain
+from services.contract.words.bounds import MOST_MS
 from services.contract.words.ids import new_job_id
 from services.worker.agent.gangs import runtime
 from services.worker.agent.gangs.events import Condemned
@@ -40,6 +42,7 @@ from services.worker.agent.storage.job_storage import Storage
 from services.worker.agent.storage.shared_files import FolderFiles
 from services.worker.agent.supervisor import Supervisor
 from services.worker.agent.telemetry import gang_logs, log_tail
+from services.worker.agent.telemetry.gang_telemetry import step_record
 from services.worker.agent.telemetry.log_tail import FILE_BYTES
 from tests.agent.conftest import (
     FOREVER,
@@ -61,6 +64,8 @@ from tests.waiting import until
 WORDS = {
     "phase": "rank 1 wrote phase 99 to its board",
     "unit": "rank 1 wrote unit -7 to its board",
+    "seconds": "rank 1 wrote a step of -1.0 s to its board",
+    "sequence": f"rank 1 wrote collective {-(2**63)} to its board",
     "board cut": "rank 1 made its board 0 bytes long",
     "board grown": "rank 1 made its board 1048576 bytes long",
     "not a message": "rank 1 wrote a line to its pipe that is not a message: Invalid JSON",
@@ -140,6 +145,12 @@ def test_hostile_ranks_end_their_own_gangs_with_the_reason_while_an_innocent_one
     assert all(e.drained for e in end.exits)
     boards = [agent.folder.attempt(job, 1).boards for job in jobs.values()]
     until(lambda: not any(path.exists() for path in boards))  # they are removed beside the loop
+
+
+def test_a_step_that_ended_after_the_last_year_ended_at_no_known_time() -> None:
+    step = BoardStep(1, 1.0, 1.0, 1.0, 1.0, 1.0, ended_ms=MOST_MS)
+    assert step_record(step, fence=1).time_ms == MOST_MS
+    assert step_record(replace(step, ended_ms=MOST_MS + 1), fence=1).time_ms is None
 
 
 def test_a_board_that_is_cut_before_its_agent_ever_looked_is_seen_to_be(tmp_path: Path) -> None:

@@ -38,10 +38,12 @@ def put(path: Path, offset: int, content: bytes) -> None:
         file.write(content)
 
 
-def snapshot(*, phase: int = 6, unit: int = -1, step: int = 3) -> bytes:
+def snapshot(
+    *, phase: int = 6, unit: int = -1, step: int = 3, step_s: float = 0.0, sequence: int = 0
+) -> bytes:
     """A whole one that is newer than any other."""
-    fields = [2**63, 1, phase, unit, step, -1, -1, -(2**63), 0.0, 0.0, 0.0]
-    return checked(SNAPSHOT.pack(*fields, *[-(2**63)] * (2 * MAX_GROUPS)))
+    fields = [2**63, 1, phase, unit, step, -1, -1, -(2**63), 0.0, 0.0, step_s]
+    return checked(SNAPSHOT.pack(*fields, *[0] * (2 * MAX_GROUPS - 1), sequence))
 
 
 def read_all(reader: BoardReader) -> list[str]:
@@ -75,6 +77,9 @@ def board(tmp_path: Path) -> Path:
         (SLOT_A, snapshot(unit=-7), "wrote unit -7 to its board"),
         (SLOT_A, snapshot(step=-1), "wrote step -1 to its board"),
         (SLOT_A, snapshot(step=2**60), f"wrote step {2**60} to its board"),
+        (SLOT_A, snapshot(step_s=-5.0), "wrote a step of -5.0 s to its board"),
+        (SLOT_A, snapshot(step_s=1e308), "wrote a step of 1e+308 s to its board"),
+        (SLOT_A, snapshot(sequence=-1), "wrote collective -1 to its board"),
         (RING, checked(STEP.pack(2**60, *[0.0] * 5, 0, 0, 0)), f"wrote step {2**60} to its board"),
         (
             RING,

@@ -57,6 +57,7 @@ _PHASE: Final = 2
 _UNIT: Final = 3
 _STEP_PLACE: Final = 4
 _STORED: Final = 7
+_STEP_TIME: Final = 10
 _COUNTERS: Final = 11
 
 _HEADER: Final = struct.Struct("<QQ")
@@ -416,9 +417,8 @@ def _board_step(fields: Sequence[Any], all_steps: int) -> BoardStep:
     if not entry.data_wait_s:
         entry = replace(entry, data_wait_s=math.nan)
     _check_step(entry.step)
-    for seconds in (entry.step_time_s, entry.data_wait_s):
-        if seconds < 0 or seconds > MOST_SECONDS:
-            raise BoardError(f"wrote a step of {seconds} s to its board")
+    _check_seconds(entry.step_time_s)
+    _check_seconds(entry.data_wait_s)
     return entry
 
 
@@ -455,8 +455,16 @@ def _check(fields: Sequence[Any]) -> None:
     if unit < _NO_UNIT:
         raise BoardError(f"wrote unit {unit} to its board")
     _check_step(step)
+    _check_seconds(fields[_STEP_TIME])
+    if (sequence := min(fields[_COUNTERS:])) < 0:
+        raise BoardError(f"wrote collective {sequence} to its board")
 
 
 def _check_step(step: int) -> None:
     if not 0 <= step <= MAX_STEP:
         raise BoardError(f"wrote step {step} to its board, which is not within 0 to {MAX_STEP}")
+
+
+def _check_seconds(seconds: float) -> None:
+    if seconds < 0 or seconds > MOST_SECONDS:
+        raise BoardError(f"wrote a step of {seconds} s to its board")

@@ -37,9 +37,12 @@ def _write(pipe: PipeEnd, content: bytes) -> None:
         left = left[os.write(pipe.writing, left) :]
 
 
-def _board(phase: int = 6, unit: int = -1) -> Callable[[RankSeat, PipeEnd], None]:
+def _board(
+    phase: int = 6, unit: int = -1, step_s: float = 0.0, sequence: int = 0
+) -> Callable[[RankSeat, PipeEnd], None]:
     def write(seat: RankSeat, _: PipeEnd) -> None:
-        record = _SNAPSHOT.pack(2**63, 1, phase, unit, 3, *[0] * 3, *[0.0] * 3, *[0] * 16)
+        figures = (*[0] * 3, 0.0, 0.0, step_s, *[sequence] * 16)
+        record = _SNAPSHOT.pack(2**63, 1, phase, unit, 3, *figures)
         with Path(seat.board_path).open("r+b") as file:
             file.seek(64)
             file.write(record + struct.pack("<Q", zlib.crc32(record)))
@@ -252,6 +255,8 @@ def _makes_its_parent_its_tracer(_seat: RankSeat, _: PipeEnd) -> None:
 MISDEEDS: Final[dict[str, Callable[[RankSeat, PipeEnd], None]]] = {
     "phase": _board(phase=99),
     "unit": _board(unit=-7),
+    "seconds": _board(step_s=-1.0),
+    "sequence": _board(sequence=-(2**63)),
     "board cut": _resized(0),
     "board grown": _resized(1 << 20),
     "not a message": _says(b"Traceback (most recent call last):\n"),

@@ -22,7 +22,7 @@ from services.contract.messages.findings import RankFinding
 from services.contract.messages.rank_pipe import RankMetrics, RankReady
 from services.contract.messages.telemetry import LogLine, MetricRecord, RankSample, StepRecord
 from services.contract.redis.redis_keys import STEPS_KEPT
-from services.contract.words.bounds import METRIC_NAMES_KEPT, MOST_SECONDS
+from services.contract.words.bounds import METRIC_NAMES_KEPT, MOST_MS, MOST_SECONDS
 from services.contract.words.states import RankPhase
 from services.worker.agent.host.folders import AttemptFolder
 from services.worker.agent.host.processes import process_state
@@ -38,7 +38,6 @@ _METRICS_HELD: Final = 10_000
 _NAMES_COUNTED: Final = 1_024
 _STEPS_FOR_MEDIAN: Final = 32
 _NS: Final = 1_000_000_000
-_LAST_MS: Final = 1 << 53  # what a JSON number holds whole
 _log = structlog.get_logger()
 _T = TypeVar("_T")
 
@@ -367,7 +366,7 @@ def step_record(entry: BoardStep, fence: int, most_memory: int = 0) -> StepRecor
         step_time_s=_finite(entry.step_time_s) or 0.0,
         data_wait_s=_finite(entry.data_wait_s),
         memory_bytes=max(entry.memory_bytes, most_memory, 0) or None,
-        time_ms=entry.ended_ms if 0 < entry.ended_ms <= _LAST_MS else None,
+        time_ms=entry.ended_ms if 0 < entry.ended_ms <= MOST_MS else None,
         of=entry.of or None,
     )
 
