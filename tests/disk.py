@@ -71,8 +71,10 @@ def loose_disk(folder: Path) -> Iterator[LooseDisk]:
     try:
         yield disk
     finally:
-        while disk.path.is_mount():
-            disk.unmount()
+        # As often as it is there: a mount of a folder of the same disk looks like none.
+        unmount = ["umount", "--lazy", str(disk.path)]
+        while not subprocess.run(unmount, check=False, stderr=subprocess.DEVNULL).returncode:
+            continue
 
 
 @contextmanager

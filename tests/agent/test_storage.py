@@ -38,6 +38,7 @@ from services.worker.agent.storage import shard_check
 from services.worker.agent.storage.job_storage import Storage, purge
 from services.worker.agent.storage.shard_check import fault_of
 from tests.agent.conftest import JOB, NODE, launch
+from tests.disk import small_disk
 
 
 @pytest.fixture
@@ -251,6 +252,35 @@ def test_a_purged_job_leaves_nothing_and_its_zombies_commit_nothing(
     zombie = storage.commit(commit)
     assert isinstance(zombie, CheckpointLost)
     assert CommitChain(storage.root, JOB).committed() == []
+
+
+def test_checkpoints_and_jobs_are_removed_from_a_full_disk_to_make_room(tmp_path: Path) -> None:
+    with small_disk(tmp_path / "disk") as disk:
+        storage = Storage(disk.path, NODE)
+        storage.open_attempt(launch())
+        commit = _commit_of(storage.root)
+        assert isinstance(storage.commit(commit), CheckpointLinked)
+        disk.fill()
+        (retired,) = storage.retire(RetireCheckpoint(**_about(commit)))
+        assert isinstance(retired, CheckpointRetired)
+        assert storage.chain(JOB).committed() == []
+        disk.free()
+        disk.fill()
+        assert purge(storage, PurgeJob(job_id=JOB, fence=1), NODE).error is None
+        assert [path.name for path in disk.path.iterdir()] == ["filler"]
+
+
+def test_a_full_disk_lets_no_overtaken_attempt_remove_a_checkpoint(tmp_path: Path) -> None:
+    with small_disk(tmp_path / "disk") as disk:
+        storage = Storage(disk.path, NODE)
+        storage.open_attempt(launch())
+        commit = _commit_of(storage.root)
+        storage.commit(commit)
+        storage.open_attempt(launch(2))
+        disk.fill()
+        with pytest.raises(OSError, match=os.strerror(errno.ENOSPC)):
+            storage.retire(RetireCheckpoint(**_about(commit)))
+        assert storage.chain(JOB).shard_folder(commit.manifest.checkpoint_id).exists()
 
 
 def test_a_purge_of_an_overtaken_attempt_removes_nothing(

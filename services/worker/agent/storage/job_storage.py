@@ -1,6 +1,7 @@
 """What an agent does in storage: open, commit, retire, verify. Blocking: run in a thread."""
 
 import contextlib
+import errno
 import os
 import threading
 from collections.abc import Iterator, Mapping
@@ -55,6 +56,7 @@ from services.worker.agent.storage.loading import Progress, Untold
 from services.worker.agent.storage.shared_files import SharedFiles, as_shared
 
 _MANIFESTS_BYTES: Final = 4 << 20
+_NO_ROOM: Final = (errno.ENOSPC, errno.EDQUOT)
 _log = structlog.get_logger()
 
 
@@ -229,7 +231,7 @@ class Storage:
         | CheckpointUnread,
         ...,
     ]:
-        """Link the deletion, then remove the files: never the other way round.
+        """Link the deletion, then remove the files; the other way round only on a disk too full for the record.
 
         Where the chain lacks one for which this one is given up, it stays, and is told to be whole: facts of
         links that there are not must not cost the job what it has.
@@ -248,13 +250,18 @@ class Storage:
                 _log.warning("not_retired", checkpoint=command.checkpoint_id, missing=missing)
                 about = command.model_dump(include={"job_id", "fence", "checkpoint_id"})
                 return self.verify(VerifyCheckpoint.model_validate(about))
-        chain.append(
-            CheckpointDeleted(
-                job_id=command.job_id, fence=command.fence, checkpoint_id=command.checkpoint_id
-            )
+        deleted = CheckpointDeleted(
+            job_id=command.job_id, fence=command.fence, checkpoint_id=command.checkpoint_id
         )
-        with contextlib.suppress(FileNotFoundError):
-            self.files.remove(chain.shard_folder(command.checkpoint_id))
+        try:
+            chain.append(deleted)
+            self._remove_shards(chain, command.checkpoint_id)
+        except OSError as error:
+            # A newer attempt is looked for before anything is written. Whoever loads it until the record stands finds it missing.
+            if error.errno not in _NO_ROOM or chain.read().fence > command.fence:
+                raise
+            self._remove_shards(chain, command.checkpoint_id)
+            chain.append(deleted)
         retired = CheckpointRetired(
             job_id=command.job_id,
             fence=command.fence,
@@ -350,6 +357,10 @@ class Storage:
                     path = chain.shard_folder(checkpoint_id) / shard.name
                     self.files.fetch(path, shard, for_job, told.took)
 
+    def _remove_shards(self, chain: CommitChain, checkpoint_id: str) -> None:
+        with contextlib.suppress(FileNotFoundError):
+            self.files.remove(chain.shard_folder(checkpoint_id))
+
     def _write_card(self, card: JobCard) -> None:
         write_card(self.root, card)
         for name in (CARD, DELETED):
@@ -405,11 +416,20 @@ def _number_of(manifest: Manifest, chain: CommitChain) -> int | None:
         return None
 
 
+@contextlib.contextmanager
+def _on_a_full_disk() -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        if error.errno not in _NO_ROOM:
+            raise
+
+
 def purge(storage: Storage, command: PurgeJob, node_id: str) -> JobPurged:
     """Remove all that storage holds of the job; a job of which it holds nothing is purged.
 
     A record above the job's newest attempt is linked first, so that whatever of it still lives can
-    commit nothing.
+    commit nothing; on a full disk it does without, for people purge jobs to make room.
     """
     folder = storage.root / command.job_id
     error = None
@@ -418,7 +438,7 @@ def purge(storage: Storage, command: PurgeJob, node_id: str) -> JobPurged:
         if os.path.lexists(folder) or storage.files.holds(folder):
             opened = AttemptOpened(job_id=command.job_id, fence=command.fence + 1)
             # Where a rank has put something else in the chain's place, nothing can be committed.
-            with contextlib.suppress(FileExistsError, NotADirectoryError):
+            with contextlib.suppress(FileExistsError, NotADirectoryError), _on_a_full_disk():
                 storage.chain(command.job_id).append(opened)
         storage.files.discard_job(command.job_id)
     except (ChainError, OSError) as failure:
