@@ -112,6 +112,14 @@ def test_a_crash_before_the_first_step_fails_at_once_with_the_traceback() -> Non
     assert "Traceback" in str(failed.failure.traceback)
 
 
+def test_want_of_processes_before_the_first_step_is_tried_again() -> None:
+    """Another job of the same user may have had all that there are."""
+    job = new_job()
+    end = crashed(job, "RuntimeError: Resource temporarily unavailable", step=0)
+    again = play(job, [placed(job), launched(job), end]).job
+    assert (again.state, again.restarts) == (JobState.RESTARTING, 1)
+
+
 def test_want_of_memory_before_the_first_step_fails_at_once_with_that_reason() -> None:
     job = new_job()
     end = crashed(job, "MemoryError: 7 MiB were free", step=0)
@@ -133,6 +141,9 @@ AGENT = {"signal": 9, "error": AGENT_DIED}
 def raised(error: str, *types: str) -> dict[str, object]:
     end = {"exit_code": 1, "signal": None, "error": error, "traceback": f"Traceback…\n{error}"}
     return end | {"error_types": types}
+
+
+NO_THREAD = raised("RuntimeError: can't start new thread", "builtins.RuntimeError")
 
 
 def failed_twice(
@@ -189,8 +200,9 @@ def test_the_same_end_at_the_same_step_is_not_tried_a_third_time(
         ((KILLED, KILLED), (5, 5)),
         ((AGENT, AGENT), (5, 5)),
         ((raised("ValueError: one"), raised("ValueError: two")), (5, 5)),
+        ((NO_THREAD, NO_THREAD), (5, 5)),
     ],
-    ids=["other step", "other way", "from outside", "with its agent", "other words"],
+    ids=["other step", "other way", "from outside", "with its agent", "other words", "no thread"],
 )
 def test_an_end_that_need_not_come_again_is_tried_within_the_budget(
     ways: tuple[dict[str, object], dict[str, object]], steps: tuple[int, int]

@@ -40,6 +40,7 @@ _MEMORY_WORDS: Final = (
     "refused memory",
     "std::bad_alloc",
 )
+_PROCESS_WORDS: Final = ("can't start new thread", "resource temporarily unavailable")
 _PULSE_LOST_S: Final = 2.0
 _STILL_S: Final = 2.0
 _COLLECTIVE_CODE: Final = ("torch/distributed/", "fsdp_core/comm/", "worker/rank/gang/control.py")
@@ -152,6 +153,12 @@ def classify(attempt: Attempt, failure: Failure | None) -> FailureClass:
     if failure.signal is not None:
         return _of_signal(failure, attempt.oom_kills)
     return FailureClass.CRASH
+
+
+def lacks_processes(failure: Failure) -> bool:
+    """Whether the system refused a process or thread: others of the same user may have had them all."""
+    words = (failure.error or "").lower()
+    return any(word in words for word in _PROCESS_WORDS)
 
 
 def of_findings(

@@ -133,6 +133,8 @@ def judge(job: Job, attempt: Attempt, failure: Failure | None) -> Restart | Give
 
 def _hopeless(job: Job, attempt: Attempt, failure: Failure, why: ExitReason) -> str | None:
     """Why another try would only repeat it; None where it might not."""
+    if diagnose.lacks_processes(failure):
+        return None
     is_before_any = attempt.first_step is None and (failure.step or 0) <= attempt.resumed_step
     is_memory = why == ExitReason.OUT_OF_MEMORY and is_exception(failure)
     if (why == ExitReason.USER_ERROR or is_memory) and is_before_any:
