@@ -7,6 +7,7 @@ import pytest
 
 from services.contract.messages.commands import PurgeJob, StopGang
 from services.contract.messages.facts import (
+    AGENT_DIED,
     OLDER_COPY,
     CheckpointCorrupt,
     CheckpointRetired,
@@ -345,6 +346,22 @@ def test_the_end_of_an_earlier_attempt_of_the_same_number_costs_no_restart() -> 
         await leader.happen(job, placed(job))
         await leader.hear(launched(job, 3), progressed(job, 1, 3))
         assert (await leader.job(job.id)).state is JobState.RUNNING
+
+    play(course)
+
+
+def test_a_launch_in_which_the_agent_dies_counts_as_a_restart() -> None:
+    """The next agent tells of its ranks first, and only then that it joined; of the launch nobody told."""
+
+    async def course(leader: Leader) -> None:
+        job = new_job(faults={"max_restarts": 2})
+        await leader.hear(joined(NODE))
+        await leader.ports.jobs.create(first_decision(job), ADA, None)
+        for fence in (1, 2, 3):
+            await leader.happen(job, placed(job))
+            await leader.hear(crashed(job, AGENT_DIED, fence))
+            leader.now += 3_600_000
+        assert (await leader.job(job.id)).state is JobState.FAILED
 
     play(course)
 

@@ -15,6 +15,7 @@ from services.contract.messages.commands import (
     StopGang,
 )
 from services.contract.messages.facts import (
+    AGENT_DIED,
     OLDER_COPY,
     Evaluated,
     GangDiagnosed,
@@ -203,8 +204,9 @@ def on_ended(fact: GangEnded, draft: Draft) -> None:
     book = attempt.replicas
     counting = [gone for gone in fact.exits if book is None or book.has(gone.rank)]
     ended_well = all(gone.finished or gone.drained for gone in counting)
-    if not ended_well and fact.node_id not in attempt.launched:
-        # Of its own ranks the launch would have been told first.
+    agent_died = any(gone.error == AGENT_DIED for gone in counting)
+    if not ended_well and fact.node_id not in attempt.launched and not agent_died:
+        # Of its own ranks the launch would have been told first, but by an agent that died while it launched them.
         reason = f"it had an attempt {attempt.fence} before, which has ended"
         _refused(draft, attempt, fact.node_id, reason, OLDER_COPY)
         return
