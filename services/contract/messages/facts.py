@@ -35,9 +35,9 @@ from services.contract.words.bounds import (
 from services.contract.words.ids import CheckpointId, NodeId, TraceId
 
 AGENT_DIED: Final = "the agent of its node died, and the rank with it"
+"""The error of an exit that only the boards can tell of."""
 OLDER_COPY: Final = "Redis lost the newest attempts of this job, and gives their numbers again"
 """The condition of attempts whose number had been given before: that of a later one will not have been."""
-"""The error of an exit that only the boards can tell of."""
 
 _LONGEST_S: Final = 1e9
 
