@@ -192,6 +192,8 @@ def test_an_agent_that_started_before_its_storage_was_mounted_uses_it_once_it_is
     storage.files.identity()
     storage.commit(commit)
     root = tmp_path.with_name(f"{tmp_path.name} mounted")
+    # Ranks that trained on while it was unmounted have written there.
+    (root / JOB / "shards").mkdir(parents=True)
     early = Storage(root, NODE)
     assert early.files.identity() is not None
     source = launch(2).model_copy(update={"resume_from": commit.manifest.checkpoint_id})

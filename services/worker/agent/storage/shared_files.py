@@ -7,6 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Protocol
 
+from services.contract.storage.commit_chain import CommitChain
 from services.contract.storage.job_cards import jobs_in
 from services.contract.storage.manifests import ShardFile
 from services.contract.storage.record_files import FolderRecords, RecordFiles
@@ -150,7 +151,9 @@ class FolderFiles(FolderRecords):
         """See ``SharedFiles.require_known``."""
         if self._first is None:
             # Not before: an agent may have started before its storage was mounted.
-            if jobs_in(self._root) and (name := read_identity(self._root)) is not None:
+            # Ranks may have written shards, and nothing else, to the folder below one that was unmounted.
+            has_chains = any(CommitChain(self._root, job).exists for job in jobs_in(self._root))
+            if has_chains and (name := read_identity(self._root)) is not None:
                 self._first = name, _place(self._root)
         elif self._found(*self._first) != self._first[0]:
             raise StorageAwayError(
