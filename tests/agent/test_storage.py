@@ -286,13 +286,21 @@ def test_a_full_disk_lets_no_overtaken_attempt_remove_a_checkpoint(tmp_path: Pat
 
 
 def test_a_purge_of_an_overtaken_attempt_removes_nothing(
-    storage: Storage, commit: CommitCheckpoint
+    storage: Storage, commit: CommitCheckpoint, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     storage.commit(commit)
     storage.open_attempt(launch(3))
     told = purge(storage, PurgeJob(job_id=JOB, fence=1), NODE)
     assert "attempt 3 is open" in str(told.error)
+    with monkeypatch.context() as full:
+        full.setattr(commit_chain, "write_new", _has_no_room)
+        told = purge(storage, PurgeJob(job_id=JOB, fence=1), NODE)
+    assert "No space left" in str(told.error)
     assert len(CommitChain(storage.root, JOB).committed()) == 1
+
+
+def _has_no_room(path: Path, _: bytes) -> None:
+    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
 
 
 def test_a_card_says_that_its_job_is_to_run_until_it_is_told_otherwise(storage: Storage) -> None:

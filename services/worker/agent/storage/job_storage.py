@@ -417,11 +417,12 @@ def _number_of(manifest: Manifest, chain: CommitChain) -> int | None:
 
 
 @contextlib.contextmanager
-def _on_a_full_disk() -> Iterator[None]:
+def _on_a_full_disk(chain: CommitChain, fence: int) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        if error.errno not in _NO_ROOM:
+        # A full disk is met before a newer attempt is looked for.
+        if error.errno not in _NO_ROOM or chain.read().fence > fence:
             raise
 
 
@@ -438,8 +439,9 @@ def purge(storage: Storage, command: PurgeJob, node_id: str) -> JobPurged:
         if os.path.lexists(folder) or storage.files.holds(folder):
             opened = AttemptOpened(job_id=command.job_id, fence=command.fence + 1)
             # Where a rank has put something else in the chain's place, nothing can be committed.
-            with contextlib.suppress(FileExistsError, NotADirectoryError), _on_a_full_disk():
-                storage.chain(command.job_id).append(opened)
+            chain, gone = storage.chain(command.job_id), (FileExistsError, NotADirectoryError)
+            with contextlib.suppress(*gone), _on_a_full_disk(chain, opened.fence):
+                chain.append(opened)
         storage.files.discard_job(command.job_id)
     except (ChainError, OSError) as failure:
         error = str(failure)
