@@ -4,6 +4,7 @@ import json
 import os
 import threading
 from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -23,12 +24,15 @@ from services.contract.messages.rank_pipe import (
     RankVote,
 )
 from services.contract.storage.commit_chain import CommitChain
-from services.contract.storage.manifests import Manifest
+from services.contract.storage.manifests import AttemptOpened, Manifest
+from services.contract.words.ids import checkpoint_id
 from services.worker.agent.storage.export import FILE_BYTES, export
 from services.worker.rank.checkpoints import shard_file
+from services.worker.rank.checkpoints.loading import source_of
 from services.worker.rank.checkpoints.state import TrainingState
 from services.worker.rank.checkpoints.writer import CheckpointWriteError, CheckpointWriter
 from tests.rank.gang import JOB, Ranks, Trained
+from tests.waiting import until
 
 Spec = Callable[..., JobSpec]
 
@@ -154,9 +158,31 @@ def test_other_data_than_the_checkpoints_is_refused(
 @pytest.mark.ranks
 def test_a_checkpoint_that_was_never_committed_is_not_resumed(ranks: Ranks, spec: Spec) -> None:
     votes = ranks.start(spec(), 1).succeeded().of_kind(0, RankVote)
+    CommitChain(ranks.root, JOB).append(AttemptOpened(job_id=JOB, fence=2))
     resumed = ranks.start(spec(), 1, fence=2, resume_from=votes[0].checkpoint_id)
     assert resumed.ended() == [1]
     assert "is not committed" in resumed.of_kind(0, RankFailed)[0].error
+
+
+def test_a_storage_that_was_unmounted_is_waited_for_and_makes_no_checkpoint_corrupt(
+    tmp_path: Path, spec: Spec, capfd: pytest.CaptureFixture[str]
+) -> None:
+    root, elsewhere = tmp_path / "root", tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    name = checkpoint_id(JOB, 3, 1)
+    saved = Manifest(
+        job_id=JOB, checkpoint_id=name, fence=1, step=3, world_size=1, loss=0.5, shards=()
+    )
+    CommitChain(elsewhere, JOB).append(saved)
+    root.mkdir()  # the folder below the mount
+    told: list[RankMessage] = []
+    with ThreadPoolExecutor(1) as pool:
+        found = pool.submit(source_of, seat_of(root, spec()), name, told.append)
+        until(lambda: "is it mounted?" in capfd.readouterr().err)
+        root.rmdir()
+        elsewhere.rename(root)
+        assert found.result(60) == saved
+    assert told == []
 
 
 @pytest.mark.ranks

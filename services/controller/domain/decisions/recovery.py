@@ -190,9 +190,11 @@ def _with_checkpoints(job: Job, fact: JobFound, now_ms: int) -> Job:
     new = sorted(n for n, manifest in fact.manifests.items() if manifest.checkpoint_id not in book)
     left_out = set(new[: max(len(book) + len(new) - MOST_FOUND, 0)])
     committed = {c.id for c in book.values() if c.state == CheckpointState.COMMITTED}
-    # A storage that was restored from an older copy may have only what retention has removed since.
+    # A storage that was restored from an older copy may have only what retention has removed since. It is told of
+    # before the launch that is to load another one; at other times a fact may be older than a removal.
+    is_of_launch = job.state == JobState.PLACING and fact.fence == job.fence
     is_older = committed and committed.isdisjoint(m.checkpoint_id for m in fact.manifests.values())
-    gone = () if is_older else job.gone
+    gone = () if is_of_launch and is_older else job.gone
     for number, manifest in fact.manifests.items():
         known = book.get(manifest.checkpoint_id)
         if manifest.checkpoint_id in gone or number in left_out:

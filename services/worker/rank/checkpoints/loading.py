@@ -8,6 +8,7 @@ from fsdp_core.errors import CheckpointError
 from services.contract.messages.rank_pipe import RankFoundCorrupt, RankMessage, RankSeat
 from services.contract.storage.commit_chain import ChainError, CommitChain
 from services.contract.storage.manifests import Manifest
+from services.contract.system.durable import StorageAwayError
 from services.contract.words.ids import job_of_checkpoint
 from services.worker.rank.checkpoints import shard_file
 from services.worker.rank.checkpoints.state import TrainedParts, restore
@@ -43,14 +44,20 @@ def resume(parts: TrainedParts, seat: RankSeat, send: Callable[[RankMessage], No
 
 
 def source_of(seat: RankSeat, checkpoint: str, send: Callable[[RankMessage], None]) -> Manifest:
-    """The manifest of the checkpoint from which an attempt resumes.
+    """The manifest of the checkpoint from which an attempt resumes; waited for while its storage is away.
 
     Raises:
         ChainError: It was never committed, or it was deleted; the agent was told.
     """
     chain = CommitChain(Path(seat.storage_root), job_of_checkpoint(checkpoint))
+
+    def find() -> Manifest:
+        if not chain.exists:  # it was there when the agent opened the attempt
+            raise StorageAwayError(f"{seat.storage_root} holds nothing of the job: is it mounted?")
+        return chain.find(checkpoint)
+
     try:
-        return shard_file.once_it_answers(lambda: chain.find(checkpoint))
+        return shard_file.once_it_answers(find)
     except ChainError as error:
         send(RankFoundCorrupt(checkpoint_id=checkpoint, file="chain", reason=str(error)))
         raise
