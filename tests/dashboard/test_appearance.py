@@ -100,7 +100,7 @@ def walk(
 
         # On a busy machine a rank may be shown as silent by the time that the picture is taken.
         with contextlib.suppress(RetryError):
-            until(looks_as_before, timeout_s=10 if found.fonts == known_fonts else 0)
+            until(looks_as_before, timeout_s=60 if found.fonts == known_fonts else 0)
         page.evaluate(axe)
         faults = page.evaluate(_RULES, ["wcag2a", "wcag2aa", "wcag21a", "wcag21aa"])
         page.emulate_media(color_scheme="dark")
