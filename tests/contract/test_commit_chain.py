@@ -94,6 +94,52 @@ def test_what_is_shared_with_ranks_keeps_the_rights_that_its_owner_gave_others(
         assert stat.S_IMODE(folder.stat().st_mode) == 0o2755
 
 
+@pytest.mark.skipif(os.getuid() != 0, reason="only root gives files to others")
+@pytest.mark.parametrize("place", ["", "chain", "shards"])
+def test_sharing_with_ranks_changes_nothing_behind_the_link_of_another_user(
+    tmp_path: Path, place: str
+) -> None:
+    """Ranks of a node without a user of their own may have put it there, where nodes share the storage."""
+    nobody = RankUser.named("nobody")
+    outside = tmp_path / "outside"
+    (outside / "folder").mkdir(parents=True)
+    (outside / "secret").write_text("root's")
+    for path in (outside, outside / "secret"):
+        path.chmod(0o700)
+    root = tmp_path / "root"
+    chain = CommitChain(root, JOB)
+    chain.append(opened(1))
+    chain.share_with(nobody)
+    link = root / JOB / place
+    link.rename(tmp_path / "put aside")
+    link.symlink_to(outside)
+    os.chown(link, nobody.uid, nobody.gid, follow_symlinks=False)
+    with pytest.raises(OSError, match="a link of another user"):
+        chain.share_with(nobody)
+    for path in (outside, outside / "secret"):
+        assert (path.stat().st_uid, stat.S_IMODE(path.stat().st_mode)) == (0, 0o700)
+    os.chown(link, 0, 0, follow_symlinks=False)
+    chain.append(opened(2))
+    chain.share_with(nobody)  # people may keep a job's files elsewhere
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="only root gives files to others")
+def test_a_link_in_a_records_place_keeps_what_it_leads_to_from_being_opened_to_ranks(
+    tmp_path: Path,
+) -> None:
+    secret = tmp_path / "secret"
+    secret.touch(0o600)
+    chain = CommitChain(tmp_path / "root", JOB)
+    chain.append(opened(1))
+    (tmp_path / "root" / JOB / "chain" / "00000002.json").symlink_to(secret)
+    chain.share_with(RankUser.named("nobody"))
+    assert stat.S_IMODE(secret.stat().st_mode) == 0o600
+    record = tmp_path / "root" / JOB / "chain" / "00000001.json"
+    assert stat.S_IMODE(record.stat().st_mode) == 0o644
+    shards = tmp_path / "root" / JOB / "shards"
+    assert shards.stat().st_uid == RankUser.named("nobody").uid
+
+
 def test_a_job_without_a_chain_has_no_records(tmp_path: Path) -> None:
     assert list(CommitChain(tmp_path, JOB).records()) == []
 

@@ -39,6 +39,8 @@ from services.contract.storage.record_files import FolderRecords, RecordFiles
 from services.contract.system.durable import (
     StorageAwayError,
     make_folders,
+    open_plain_in,
+    own_folder,
     read_plain,
     says_nothing_of_the_file,
     sync_folder,
@@ -255,18 +257,26 @@ class CommitChain:
         """Let ``user`` read the chain, and write shards.
 
         Raises:
-            OSError: The storage refuses.
+            OSError: The storage refuses, or another user has put a link there.
         """
         root = self._job.parent
         # Somebody may have a group write there. Ranks must not, who could put other folders in the place of jobs'.
         groups = os.getgrouplist(user.name, user.gid)
         kept = stat.S_ISGID if root.stat().st_gid in groups else stat.S_ISGID | stat.S_IWGRP
-        _open_to_all(root, kept)
+        with own_folder(root.resolve()) as folder:
+            _open_to_all(folder, kept)
         # An access list of the root may have given ranks rights here.
-        for folder in (self._job, self._folder):
+        with own_folder(self._job) as folder:
             _open_to_all(folder, stat.S_ISGID)
-        for record in self._folder.iterdir():
-            record.chmod(_ALL_READ)
+        with own_folder(self._folder) as folder:
+            _open_to_all(folder, stat.S_ISGID)
+            for name in os.listdir(folder):  # noqa: PTH208 a descriptor, not a path
+                if stat.S_ISREG(os.lstat(name, dir_fd=folder).st_mode):
+                    record = open_plain_in(folder, name)
+                    try:
+                        os.fchmod(record, _ALL_READ)
+                    finally:
+                        os.close(record)
         shards = self._job / "shards"
         make_folders(shards, self._job.parent)
         user.take_over(shards)
@@ -305,6 +315,6 @@ class CommitChain:
         self._files.touch(self._folder / f"{_OPENED}{fence:04d}")
 
 
-def _open_to_all(folder: Path, kept: int) -> None:
-    """Let all read and enter a folder, and its owner write; of its other rights `kept` stay."""
-    folder.chmod(stat.S_IMODE(folder.stat().st_mode) & kept | _ALL_READ_AND_ENTER)
+def _open_to_all(folder: int, kept: int) -> None:
+    """Let all read and enter a folder that is open, and its owner write; of its other rights `kept` stay."""
+    os.fchmod(folder, stat.S_IMODE(os.fstat(folder).st_mode) & kept | _ALL_READ_AND_ENTER)

@@ -9,7 +9,7 @@ import errno
 import os
 import secrets
 import stat
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from types import MappingProxyType
 from typing import Final
@@ -154,6 +154,28 @@ def open_plain_in(folder: int, name: str) -> int:
         os.close(descriptor)
         raise OSError(errno.EINVAL, "not a plain file", name)
     return descriptor
+
+
+@contextlib.contextmanager
+def own_folder(path: Path) -> Iterator[int]:
+    """A descriptor of the folder at ``path``, whose rights are to change: of links only this user's own are followed.
+
+    Where agents of other users share a storage, or did, their ranks may have put a link there that leads
+    to what they themselves may not change.
+
+    Raises:
+        OSError: There is none, or a link of another user.
+    """
+    about = path.lstat()
+    if stat.S_ISLNK(about.st_mode):
+        if about.st_uid != os.geteuid():
+            raise OSError(errno.ELOOP, "a link of another user, which is not followed", str(path))
+        path = path.resolve()
+    folder = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC | os.O_NOFOLLOW)
+    try:
+        yield folder
+    finally:
+        os.close(folder)
 
 
 def is_hollow(descriptor: int) -> bool:

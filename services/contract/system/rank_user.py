@@ -11,6 +11,8 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Final, Self
 
+from services.contract.system.durable import own_folder
+
 _PR_SET_DUMPABLE: Final = 4
 _PR_SET_NO_NEW_PRIVS: Final = 38
 _KEYCTL_JOIN_SESSION_KEYRING: Final = 1
@@ -62,14 +64,16 @@ class RankUser:
         that leads elsewhere.
 
         Raises:
-            OSError: The disk refuses, or this process may not.
+            OSError: The disk refuses, or this process may not; or it is a link of another user.
         """
-        if folder.stat().st_uid == self.uid:
-            return
-        for place, folders, files in os.walk(folder, topdown=False):
-            for name in (*folders, *files):
-                os.chown(Path(place, name), self.uid, self.gid, follow_symlinks=False)
-        os.chown(folder, self.uid, self.gid)
+        with own_folder(folder) as top:
+            if os.fstat(top).st_uid == self.uid:
+                return
+            # Not by paths: where agents of other users share the storage, their ranks may change what lies there.
+            for _, folders, files, place in os.fwalk(".", topdown=False, dir_fd=top):
+                for name in (*folders, *files):
+                    os.chown(name, self.uid, self.gid, dir_fd=place, follow_symlinks=False)
+            os.fchown(top, self.uid, self.gid)
 
     def become(self) -> None:
         """Make this process, with all of its threads, one of this user's for good; see also `forgo_rights`.
