@@ -26,6 +26,7 @@ from services.contract.storage.commit_chain import DRAFT_PREFIX, CommitChain
 from services.contract.storage.manifests import Manifest
 from services.contract.storage.storage_address import BucketAddress, storage_address
 from services.contract.system.durable import is_hollow, open_plain, open_plain_in, sync_folder
+from services.contract.words.ids import is_job_id
 
 if TYPE_CHECKING:
     from services.contract.storage.bucket import Bucket
@@ -136,6 +137,11 @@ def _copy_storage(source: Path, target: Path) -> int:
     jobs = 0
     for path in sorted(source.iterdir()):
         if path.is_symlink():
+            # Agents follow it: left out, what the job has committed would be missing without a word.
+            if is_job_id(path.name) and path.is_dir():
+                raise BackupError(
+                    f"{path} is a link and no folder of a job: put the folder in its place, or mount it there"
+                )
             continue
         if not path.is_dir():
             with contextlib.suppress(FileNotFoundError):

@@ -159,6 +159,19 @@ def test_a_link_among_the_shards_is_not_followed(folders: tuple[Path, Path, Path
         save(redis, storage, backup)
 
 
+def test_a_job_whose_folder_is_a_link_is_not_left_out_of_a_backup_without_a_word(
+    folders: tuple[Path, Path, Path],
+) -> None:
+    redis, storage, backup = folders
+    commit(CommitChain(storage, JOB), 1)
+    moved = (storage / JOB).rename(storage.parent / "other disk")
+    (storage / JOB).symlink_to(moved)
+    assert CommitChain(storage, JOB).committed()
+    with pytest.raises(BackupError, match=f"{JOB} is a link and no folder of a job"):
+        save(redis, storage, backup)
+    assert not backup.exists()
+
+
 def test_what_a_rank_left_to_prevent_copies_is_left_out_and_named(
     folders: tuple[Path, Path, Path], capsys: pytest.CaptureFixture[str]
 ) -> None:
