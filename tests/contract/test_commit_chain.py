@@ -7,6 +7,8 @@ import multiprocessing
 import os
 import shutil
 import stat
+import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -138,6 +140,39 @@ def test_a_link_in_a_records_place_keeps_what_it_leads_to_from_being_opened_to_r
     assert stat.S_IMODE(record.stat().st_mode) == 0o644
     shards = tmp_path / "root" / JOB / "shards"
     assert shards.stat().st_uid == RankUser.named("nobody").uid
+
+
+def test_a_chain_that_may_not_be_listed_is_no_empty_one() -> None:
+    """Otherwise its checkpoints are corrupt, and their shards of no use to anybody."""
+    with tempfile.TemporaryDirectory() as folder:
+        root = Path(folder)
+        root.chmod(0o755)
+        chain = CommitChain(root, JOB)
+        for record in (opened(1), manifest(10)):
+            chain.append(record)
+        chain.shard_folder(manifest(10).checkpoint_id).mkdir(parents=True)
+        for path in (root / JOB, root / JOB / "shards"):
+            path.chmod(0o755)
+        (root / JOB / "chain").chmod(0o300)
+        with as_somebody_else():
+            for ask in (chain.read, chain.committed, chain.abandoned, chain.uncommitted):
+                with pytest.raises(PermissionError):
+                    ask()
+        (root / JOB / "chain").chmod(0o700)
+        assert chain.committed() == [manifest(10)]
+
+
+@contextlib.contextmanager
+def as_somebody_else() -> Iterator[None]:
+    """Root may list everything, so not as root."""
+    is_root = os.geteuid() == 0
+    if is_root:
+        os.seteuid(RankUser.named("nobody").uid)
+    try:
+        yield
+    finally:
+        if is_root:
+            os.seteuid(0)
 
 
 def test_a_job_without_a_chain_has_no_records(tmp_path: Path) -> None:

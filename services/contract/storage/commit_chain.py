@@ -50,7 +50,7 @@ from services.contract.system.rank_user import RankUser
 from services.contract.words.bounds import MOST_WHOLE
 
 _FENCE_AT_END: Final = re.compile(r"-s\d{9}-a(\d{4,})$")
-_NUMBER: Final = re.compile(r"[0-9]{8}")
+_RECORD: Final = re.compile(r"([0-9]{8})\.json")
 # Records are linked one behind the other: a number so far beyond the last one is none of the chain.
 _LARGEST_GAP: Final = 1_000
 _OPENED: Final = "opened-"
@@ -282,15 +282,20 @@ class CommitChain:
         user.take_over(shards)
 
     def _last_number(self) -> int:
-        if not self._folder.is_dir():
-            return 0
-        names = (path.stem for path in self._folder.glob("*.json"))
+        found = (_RECORD.fullmatch(name) for name in self._names())
         last = 0
-        for number in sorted(int(name) for name in names if _NUMBER.fullmatch(name)):
+        for number in sorted(int(match[1]) for match in found if match):
             if number - last > _LARGEST_GAP:
                 break
             last = number
         return last
+
+    def _names(self) -> list[str]:
+        # Not with `glob`, to which a folder that may not be listed is an empty one: all shards would be of no use.
+        try:
+            return [path.name for path in self._folder.iterdir()]
+        except (FileNotFoundError, NotADirectoryError):
+            return []
 
     def _path(self, number: int) -> Path:
         return self._folder / f"{number:08d}.json"
@@ -305,7 +310,8 @@ class CommitChain:
         return record
 
     def _named_fences(self) -> list[int]:
-        names = (path.name.removeprefix(_OPENED) for path in self._folder.glob(f"{_OPENED}*"))
+        opened = (name for name in self._names() if name.startswith(_OPENED))
+        names = (name.removeprefix(_OPENED) for name in opened)
         # A rank may have made one of hundreds of digits, which no record or message holds.
         fences = (int(name) for name in names if name.isdecimal())
         return [fence for fence in fences if fence <= MOST_WHOLE]
