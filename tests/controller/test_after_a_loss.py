@@ -336,10 +336,8 @@ def test_the_end_of_an_earlier_attempt_of_the_same_number_costs_no_restart() -> 
         await leader.happen(job, placed(job))
         await leader.hear(crashed(job, "boom", 2))
         waits = await leader.job(job.id)
-        assert (waits.state, waits.restarts) == (
-            JobState.RESTARTING,
-            1,
-        )  # of the first attempt alone
+        # The first attempt's alone is counted.
+        assert (waits.state, waits.restarts) == (JobState.RESTARTING, 1)
         assert OLDER_COPY in str(waits.reason)
         assert waits.attempts[-1].exits == ()
         leader.now += 60_000
