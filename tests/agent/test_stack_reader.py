@@ -10,9 +10,18 @@ from pathlib import Path
 
 import pytest
 
-from services.contract.messages.rank_stacks import stacks_path
-from services.worker.agent.host.stack_reader import spied_frames, spy
+from services.contract.messages.facts import Fact, GangDiagnosed
+from services.contract.messages.rank_stacks import STACKS_SIGNAL, stacks_path
+from services.contract.system.mask import NOTHING_MASKED, Mask
+from services.worker.agent.gangs.events import DiagnosisAsked
+from services.worker.agent.gangs.runtime import GangRuntime
+from services.worker.agent.host.folders import NodeFolder
+from services.worker.agent.host.stack_reader import TEXT_KEPT, spied_frames, spy
 from services.worker.agent.host.stacks import collect
+from services.worker.agent.ranks.launch import Crew
+from services.worker.agent.storage.shared_files import FolderFiles
+from tests.agent.conftest import JOB, NODE
+from tests.agent.test_metrics import watched
 from tests.waiting import until
 
 SLEEPER = """
@@ -120,11 +129,70 @@ def test_a_rank_that_became_a_program_of_another_user_costs_the_others_no_stacks
         if not child:
             try:
                 os.setuid(65_534)
-                asyncio.run(collect(folder, {0: os.getppid()}))
+                asyncio.run(collect(folder, {0: os.getppid()}, NOTHING_MASKED))
                 os._exit(0)
             except BaseException:  # noqa: BLE001 nothing of the test may go on in the child
                 os._exit(1)
         assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+
+
+SECRET = "S3cr3t-0123456789abcdef"  # noqa: S105 a test's
+LOADED_FROM_A_URL = """
+import faulthandler, signal, sys, threading
+faulthandler.register(int(sys.argv[2]), open(sys.argv[1], "w"))
+code = "def wait():\\n print('ready', flush=True)\\n threading.Event().wait()\\nwait()"
+exec(compile(code, f"https://host/{sys.argv[3]}.py", "exec"))
+"""
+
+
+def test_a_secret_in_the_place_of_code_is_masked_when_a_gang_is_looked_into(tmp_path: Path) -> None:
+    attempt = NodeFolder(tmp_path, NODE, shared_memory=tmp_path).attempt(JOB, 1)
+    attempt.path.mkdir(parents=True)
+    attempt.log(0, "stderr").touch()
+    seat = watched(tmp_path)._seats[0].model_copy(update={"secrets": {"HUB": SECRET}})
+    told: list[Fact] = []
+    command = [sys.executable, "-c", LOADED_FROM_A_URL, str(stacks_path(attempt.path, 0))]
+    command += [str(STACKS_SIGNAL), SECRET]
+
+    async def look_into(pid: int, *, is_stopped: bool) -> None:
+        crew = Crew(seats={0: seat}, store=None, pids={0: pid}, pipes={}, boards={})
+        gang = GangRuntime(crew, NODE, attempt, FolderFiles(tmp_path), told.append)
+        if is_stopped:
+            os.kill(pid, signal.SIGSTOP)
+            until(lambda: stands_still(pid))
+        gang.happen(DiagnosisAsked())
+        while not told:  # noqa: ASYNC110 a list tells nobody
+            await asyncio.sleep(0.01)
+
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        try:
+            assert process.stdout is not None
+            assert process.stdout.readline() == "ready\n"
+            for is_stopped in (False, True):
+                told.clear()
+                asyncio.run(look_into(process.pid, is_stopped=is_stopped))
+                (fact,) = told
+                assert isinstance(fact, GangDiagnosed)
+                (found,) = fact.findings.ranks
+                assert SECRET not in found.model_dump_json()
+                if not is_stopped or may_look_into(process.pid):
+                    assert "[secret HUB]" in (found.stacks or "")
+                    assert "[secret HUB].py:" in "".join(found.frames)
+        finally:
+            process.kill()
+
+
+def test_half_a_secret_at_the_end_of_what_is_read_of_stacks_is_left_out(tmp_path: Path) -> None:
+    path = stacks_path(tmp_path, 0)
+    path.touch()
+    said = "x" * (TEXT_KEPT - len(SECRET) + 3) + SECRET
+    handles = signal.signal(STACKS_SIGNAL, lambda *_: path.write_text(said))
+    try:
+        found = asyncio.run(collect(tmp_path, {0: os.getpid()}, Mask({"HUB": SECRET})))
+    finally:
+        signal.signal(STACKS_SIGNAL, handles)
+    assert len(found[0].text) > TEXT_KEPT // 2
+    assert {*found[0].text} == {"x"}
 
 
 def test_of_a_process_that_is_gone_there_is_no_stack() -> None:

@@ -421,7 +421,7 @@ class GangRuntime:
         living = {r.rank: r.pid for r in self._state.ranks.values() if not r.ended}
         # First: the signal by which stacks are collected ends the opening of a connection, and another one begins.
         silent = await asyncio.to_thread(lambda: list(map(unanswered, living.values())))
-        stacks = await collect(self._folder.path, living)
+        stacks = await collect(self._folder.path, living, self._telemetry.mask)
         ready = self._ready()
         logs = [self._folder.log(rank, "stderr") for rank in living]
         lost = await asyncio.to_thread(lambda: list(map(lost_thread, logs)))

@@ -14,8 +14,9 @@ from asyncio.subprocess import Process
 from pathlib import Path
 from typing import Final
 
+TEXT_KEPT: Final = 24_000
+"""Of the stacks of a rank the first so many characters are read."""
 _WITHIN_S: Final = 4.0
-_TEXT_KEPT: Final = 24_000
 _MOST_SAID: Final = 8 << 20
 _LINE_DIGITS: Final = 9
 _MOST_MEMORY: Final = 256 << 20
@@ -53,7 +54,7 @@ async def spy(pid: int) -> str | None:
             async with asyncio.timeout(_WITHIN_S):
                 await dump.wait()
         return None
-    return said.decode(errors="replace")[:_TEXT_KEPT] if dump.returncode == 0 else None
+    return said.decode(errors="replace")[:TEXT_KEPT] if dump.returncode == 0 else None
 
 
 def _limit(pid: int) -> None:

@@ -14,12 +14,12 @@ from typing import Final
 
 from services.contract.messages.rank_stacks import STACKS_SIGNAL, stacks_path
 from services.contract.system.durable import open_plain
-from services.worker.agent.host.stack_reader import spied_frames, spy
+from services.contract.system.mask import Mask
+from services.worker.agent.host.stack_reader import TEXT_KEPT, spied_frames, spy
 
 ANSWERED_WITHIN_S: Final = 1.5
 _LOOK_EVERY_S: Final = 0.02
 _QUIET_S: Final = 0.06
-_TEXT_KEPT: Final = 24_000
 _FRAMES_KEPT: Final = 12
 _PARTS_OF_A_PATH: Final = 3
 _THREAD: Final = re.compile(r"^(?:Current thread|Thread) ", re.MULTILINE)
@@ -34,12 +34,13 @@ class Stacks:
     frames: tuple[str, ...]
 
 
-async def collect(folder: Path, pids: Mapping[int, int]) -> dict[int, Stacks]:
+async def collect(folder: Path, pids: Mapping[int, int], mask: Mask) -> dict[int, Stacks]:
     """Ask all ranks at once; those that do not answer are missing.
 
     Args:
         folder: The attempt's.
         pids: The live processes, by rank.
+        mask: Takes secrets out: code that was loaded from a URL has that as its file.
     """
     files = {rank: stacks_path(folder, rank) for rank in pids}
     # A rank that has not made its file yet would be ended by the signal.
@@ -59,14 +60,15 @@ async def collect(folder: Path, pids: Mapping[int, int]) -> dict[int, Stacks]:
             break
     # In a thread: some file systems have who reads a file wait for who changes it, as the rank may for long.
     texts = await asyncio.to_thread(
-        lambda: {rank: _read(files[rank], sizes[rank]) for rank in sizes}
+        lambda: {rank: _masked(_read(files[rank], sizes[rank]), mask) for rank in sizes}
     )
     told = {rank: Stacks(text, training_frames(text)) for rank, text in texts.items() if text}
-    return told | await _seen({rank: pid for rank, pid in pids.items() if rank not in told})
+    return told | await _seen({rank: pid for rank, pid in pids.items() if rank not in told}, mask)
 
 
-async def _seen(silent: Mapping[int, int]) -> dict[int, Stacks]:
-    texts = await asyncio.gather(*map(spy, silent.values()))
+async def _seen(silent: Mapping[int, int], mask: Mask) -> dict[int, Stacks]:
+    said = await asyncio.gather(*map(spy, silent.values()))
+    texts = [None if text is None else _masked(text, mask) for text in said]
     return {
         rank: Stacks(
             text, tuple(_shown(*frame) for frame in spied_frames(text, pid)[:_FRAMES_KEPT])
@@ -74,6 +76,12 @@ async def _seen(silent: Mapping[int, int]) -> dict[int, Stacks]:
         for (rank, pid), text in zip(silent.items(), texts, strict=True)
         if text is not None
     }
+
+
+def _masked(text: str, mask: Mask) -> str:
+    # At a cut there may be half a secret, which no mask would know.
+    is_cut = len(text.encode(errors="replace")) >= TEXT_KEPT
+    return mask.cut_text(text) if is_cut else mask.text(text)
 
 
 def training_frames(text: str) -> tuple[str, ...]:
@@ -110,6 +118,6 @@ def _read(path: Path, start: int) -> str:
     try:
         with open(open_plain(path), "rb") as file:  # noqa: PTH123 a descriptor, not a path
             file.seek(start)
-            return file.read(_TEXT_KEPT).decode(errors="replace")
+            return file.read(TEXT_KEPT).decode(errors="replace")
     except OSError:
         return ""
