@@ -45,6 +45,7 @@ from services.controller.domain.scheduling.node import Lease
 from services.controller.ports.jobs import Actor
 from services.controller.ports.machines import FactEntry
 from services.controller.use_cases.facts import apply_facts
+from services.controller.use_cases.reconcile import Reconciler
 from tests.controller.histories import (
     NODE,
     NOW,
@@ -354,6 +355,34 @@ def test_of_a_number_of_attempts_that_no_job_has_had_a_job_takes_no_notice() -> 
     play(course)
 
 
+def test_a_device_of_a_found_jobs_card_that_no_node_has_stops_no_look() -> None:
+    async def course(leader: Leader) -> None:
+        leader.server.leases[NODE] = Lease("life-1", 5_000)
+        await leader.hear(joined(NODE))
+        told = found(sams(), is_running=True).model_dump_json()
+        assert '"device":"cpu"' in told
+        forged = told.replace('"device":"cpu"', f'"device":"cuda:{"9" * 5_000}"')
+        await apply_facts(leader.ports, [FactEntry(f"{leader.now}-9", forged, NODE)], 1)
+        waiting = new_job()
+        await keep(leader, waiting)
+        await Reconciler(leader.ports, 1).look()
+        assert (await leader.job(waiting.id)).state is JobState.PLACING
+
+    play(course)
+
+
+def test_a_node_tells_of_no_ranks_that_only_others_have() -> None:
+    async def course(leader: Leader) -> None:
+        await leader.hear(joined(NODE), joined("loom-7"))
+        told = found(sams(), is_running=True)
+        await leader.hear(told.model_copy(update={"node_id": "loom-7"}))
+        assert (await leader.job(OTHER_ID)).attempts == ()
+        await leader.hear(told)
+        assert (await leader.job(OTHER_ID)).state is JobState.RUNNING
+
+    play(course)
+
+
 def test_what_an_agent_tells_in_the_name_of_another_node_changes_nothing() -> None:
     async def course(leader: Leader) -> None:
         job = new_job()
@@ -387,14 +416,14 @@ def test_a_join_without_the_lease_that_the_nodes_agent_holds_is_not_one() -> Non
     async def course(leader: Leader) -> None:
         leader.server.leases[NODE] = Lease("life-1", 5_000)
         await leader.hear(joined(NODE), joined(NODE, life="life-2"))
-        node = await leader.ports.nodes.node(NODE)
-        assert node is not None
-        assert node.incarnation == "life-1"
+        known = await leader.ports.nodes.node(NODE)
+        assert known is not None
+        assert known.incarnation == "life-1"
         del leader.server.leases[NODE]
         await leader.hear(joined(NODE, life="life-2"))
-        node = await leader.ports.nodes.node(NODE)
-        assert node is not None
-        assert node.incarnation == "life-2"
+        known = await leader.ports.nodes.node(NODE)
+        assert known is not None
+        assert known.incarnation == "life-2"
 
     play(course)
 

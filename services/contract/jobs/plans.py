@@ -22,7 +22,8 @@ class RankPlacement(BaseModel):
     rank: int = Field(ge=0)
     node_id: NodeId
     local_rank: int = Field(ge=0)
-    device: str = Field(pattern=r"^(cpu|cuda:\d+)$")
+    # Of as many digits as the index of a device can have: Python makes no number of thousands of them.
+    device: str = Field(pattern=r"^(cpu|cuda:[0-9]{1,19})$")
 
 
 class Taken(NamedTuple):

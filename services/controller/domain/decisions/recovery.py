@@ -106,7 +106,8 @@ def on_found(event: FoundInStorage, draft: Draft) -> None:
         on_damaged(damage, draft)
     nodes = dict.fromkeys(seat.node_id for seat in fact.card.plan.ranks)
     awaited = awaits_adoption(draft.job, fact.fence) and fact.is_running
-    if awaited and event.incarnations.keys() >= nodes.keys():
+    # Of ranks that live on other nodes alone their own agents tell.
+    if awaited and fact.node_id in nodes and event.incarnations.keys() >= nodes.keys():
         _adopt(fact, {node: event.incarnations[node] for node in nodes}, draft)
 
 
