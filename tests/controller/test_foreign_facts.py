@@ -57,6 +57,7 @@ from tests.controller.histories import (
     launched,
     linked,
     new_job,
+    node,
     placed,
     progressed,
     running,
@@ -69,6 +70,7 @@ from tests.controller.test_plans import measured
 
 ADA = Actor("ada")
 OTHER_ID = new_job_id(NOW, b"\x01" * 10)
+IDS = [new_job_id(NOW, bytes([n]) * 10) for n in (2, 3)]
 
 
 def corrupt(job: Job, named: str, fence: int = 1) -> CheckpointCorrupt:
@@ -367,6 +369,27 @@ def test_a_device_of_a_found_jobs_card_that_no_node_has_stops_no_look() -> None:
         await keep(leader, waiting)
         await Reconciler(leader.ports, 1).look()
         assert (await leader.job(waiting.id)).state is JobState.PLACING
+
+    play(course)
+
+
+def test_a_node_that_tells_of_one_device_twice_is_none_and_stops_no_look() -> None:
+    """It would count as free while a job has it, and the next job be placed there without ranks."""
+
+    async def course(leader: Leader) -> None:
+        for name in (NODE, "loom-7"):
+            leader.server.leases[name] = Lease("life-1", 5_000)
+        joins = joined("loom-7").model_copy(update={"inventory": node(gpus=2).inventory})
+        twice = joins.model_dump_json().replace('"index":1', '"index":0')
+        await apply_facts(leader.ports, [FactEntry(f"{leader.now}-9", twice, "loom-7")], 1)
+        await leader.hear(joined(NODE))
+        jobs = [new_job(resources={"ranks": 1, "device": "auto"}) for _ in range(2)]
+        jobs = [job.model_copy(update={"id": name}) for job, name in zip(jobs, IDS, strict=True)]
+        for job in jobs:
+            await keep(leader, job)
+            await Reconciler(leader.ports, 1).look()
+        assert [(await leader.job(job.id)).state for job in jobs] == [JobState.PLACING] * 2
+        assert [known.id for known in await leader.ports.nodes.nodes()] == [NODE]
 
     play(course)
 

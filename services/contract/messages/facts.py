@@ -3,7 +3,7 @@
 from enum import IntEnum
 from typing import Annotated, Final, Literal
 
-from pydantic import ConfigDict, FailFast, Field, TypeAdapter
+from pydantic import AfterValidator, ConfigDict, FailFast, Field, TypeAdapter
 
 from services.contract.messages.base import Address, Message, OfAttempt
 from services.contract.messages.findings import Findings
@@ -50,6 +50,13 @@ class Device(Message):
     memory_bytes: Whole
 
 
+def _each_once(devices: tuple[Device, ...]) -> tuple[Device, ...]:
+    # Of two with one index a node would count as having a device free that no rank can be given.
+    if len({device.index for device in devices}) < len(devices):
+        raise ValueError("two accelerators have the same index")
+    return devices
+
+
 class Inventory(Message):
     """The resources of a node. ``cpu_slots`` is how many CPU ranks it runs at a time.
 
@@ -61,7 +68,9 @@ class Inventory(Message):
     cpu_slots: Whole
     cpu_count: Positive
     memory_bytes: Whole
-    accelerators: Annotated[tuple[Device, ...], FailFast(), FewDevices] = ()
+    accelerators: Annotated[
+        tuple[Device, ...], FailFast(), FewDevices, AfterValidator(_each_once)
+    ] = ()
     versions: Versions = Field(default_factory=dict)
     storage_id: Name | None = None
     storage_fault: Text | None = None
