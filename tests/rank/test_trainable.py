@@ -13,7 +13,13 @@ from safetensors.torch import load_file
 from fsdp_core.errors import PlanError
 from fsdp_core.plan.model import MeshPlan, ShardingPlan, UnitPlan
 from services.contract.jobs.specs import JobSpec
-from services.contract.messages.rank_pipe import RankEvaluated, RankFailed, RankReady, RankVote
+from services.contract.messages.rank_pipe import (
+    RankEvaluated,
+    RankFailed,
+    RankFoundCorrupt,
+    RankReady,
+    RankVote,
+)
 from services.worker.rank.checkpoints.beside import UnsavableStateError, flattened
 from services.worker.rank.models.several import Models
 from tests.rank.gang import JOB, Attempt, Ranks, Trained
@@ -90,6 +96,20 @@ def test_all_of_a_trainable_is_resumed_bit_for_bit_and_at_another_world_size(
     ends = [run.of_kind(0, RankEvaluated)[-1].loss for run in (whole, same, other)]
     assert ends[0] == ends[1]
     assert ends[0] == pytest.approx(ends[2], abs=1e-5)
+
+
+@pytest.mark.ranks
+def test_what_user_code_lacks_to_go_on_makes_no_checkpoint_corrupt(
+    trained: Trained, ranks: Ranks, spec: Spec, gan: JobSpec
+) -> None:
+    source = trained.committed(3, ranks, gan, units=UNITS).checkpoint_id
+    dependent = of(spec, "Dependent", train=gan.train.model_dump(mode="json"))
+    resumed = ranks.start(dependent, fence=2, resume_from=source, units=UNITS)
+    assert resumed.ended() == [1, 1]
+    told = [resumed.of_kind(rank, RankFoundCorrupt) for rank in (0, 1)]
+    assert told == [[], []]
+    failures = [failure.error for rank in (0, 1) for failure in resumed.of_kind(rank, RankFailed)]
+    assert any(each.startswith("ConnectionRefusedError: the server of") for each in failures)
 
 
 @pytest.mark.ranks

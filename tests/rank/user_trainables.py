@@ -106,6 +106,13 @@ class Alone(Trainable):
         return Classifier()
 
 
+class Dependent(Gan):
+    """Needs a server to go on, which is away."""
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        raise ConnectionRefusedError(f"the server of {sorted(state)} is away")
+
+
 class Doubled(Alone):
     """Makes two passes of a batch, and has an optimizer of its own."""
 

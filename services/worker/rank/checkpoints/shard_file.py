@@ -261,17 +261,21 @@ class ShardReader:
 def opened(folder: Path, shard: ShardFile) -> Iterator[ShardReader]:
     """Opens a shard file of a checkpoint.
 
+    What is raised within says nothing about the file: user code that takes its state back may lack anything.
+
     Raises:
         CorruptShardError: It is missing or no safetensors file.
     """
+    path = folder / shard.name
     try:
         # The library would wait for ever at a pipe that another rank has put there.
-        os.close(once_it_answers(lambda: open_plain(folder / shard.name)))
-        with safe_open(folder / shard.name, framework="pt") as handle:
-            yield ShardReader(handle, folder, shard)
+        os.close(once_it_answers(lambda: open_plain(path)))
+        opening = safe_open(path, framework="pt")
     except (OSError, SafetensorError) as error:
         verify(folder, shard)  # the digest says more than a parser's complaint
-        raise CorruptShardError(folder / shard.name, f"cannot be read: {error}") from error
+        raise CorruptShardError(path, f"cannot be read: {error}") from error
+    with opening as handle:
+        yield ShardReader(handle, folder, shard)
 
 
 def _parts(
