@@ -11,6 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from services.contract.system.rank_user import RankUser
+
 
 @dataclass(frozen=True)
 class Disk:
@@ -43,6 +45,19 @@ def small_disk(folder: Path, mebibytes: int = 8) -> Iterator[Disk]:
     finally:
         # Whoever has it open yet, a process on its way out, does not keep it mounted here.
         subprocess.run(["umount", "--lazy", str(folder)], check=True)
+
+
+@contextmanager
+def as_somebody_else() -> Iterator[None]:
+    """Within, this process may do no more than its rights say: not as root, who may read everything."""
+    is_root = os.geteuid() == 0
+    if is_root:
+        os.seteuid(RankUser.named("nobody").uid)
+    try:
+        yield
+    finally:
+        if is_root:
+            os.seteuid(0)
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,6 @@ import os
 import shutil
 import stat
 import tempfile
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -25,6 +24,7 @@ from services.contract.storage.manifests import (
 )
 from services.contract.system.rank_user import RankUser
 from services.contract.words.ids import checkpoint_id, new_job_id
+from tests.disk import as_somebody_else
 
 JOB = new_job_id(1_700_000_000_000, bytes(10))
 
@@ -162,17 +162,25 @@ def test_a_chain_that_may_not_be_listed_is_no_empty_one() -> None:
         assert chain.committed() == [manifest(10)]
 
 
-@contextlib.contextmanager
-def as_somebody_else() -> Iterator[None]:
-    """Root may list everything, so not as root."""
-    is_root = os.geteuid() == 0
-    if is_root:
-        os.seteuid(RankUser.named("nobody").uid)
-    try:
-        yield
-    finally:
-        if is_root:
-            os.seteuid(0)
+def test_a_record_that_may_not_be_read_is_no_damaged_one() -> None:
+    """Files are their user's alone: an agent of another user would call whole checkpoints corrupt."""
+    with tempfile.TemporaryDirectory() as folder:
+        root = Path(folder)
+        root.chmod(0o755)
+        chain = CommitChain(root, JOB)
+        for record in (opened(1), manifest(10)):
+            chain.append(record)
+        for path in (root / JOB, root / JOB / "chain", root / JOB / "chain" / "00000001.json"):
+            path.chmod(0o755)
+        (root / JOB / "chain" / "00000002.json").chmod(0o600 if os.geteuid() == 0 else 0)
+        with as_somebody_else():
+            for ask in (
+                chain.read,
+                chain.committed,
+                lambda: chain.find(manifest(10).checkpoint_id),
+            ):
+                with pytest.raises(PermissionError):
+                    ask()
 
 
 def test_a_job_without_a_chain_has_no_records(tmp_path: Path) -> None:

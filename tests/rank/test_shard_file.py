@@ -3,6 +3,7 @@
 import os
 import subprocess
 import sys
+import tempfile
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -11,7 +12,7 @@ import torch
 
 from services.contract.storage.manifests import ShardFile
 from services.worker.rank.checkpoints import shard_file
-from tests.disk import dead_disk
+from tests.disk import as_somebody_else, dead_disk
 from tests.waiting import until
 
 # A process of its own, which can be ended: the library waits at a pipe with the interpreter's lock.
@@ -68,6 +69,19 @@ def test_a_disk_whose_server_has_died_is_waited_for_and_makes_no_file_corrupt(
             until(lambda: "waits for the storage" in capfd.readouterr().err)
             assert not reading.done()
         assert reading.result(60).tolist() == [1.0] * 4
+
+
+def test_a_shard_that_its_user_may_not_read_is_not_called_corrupt() -> None:
+    with tempfile.TemporaryDirectory() as top:
+        folder = Path(top) / "shards" / "checkpoint"
+        shard = shard_file.write(folder, 0, {"weight": torch.ones(4)}, {})
+        for path in (folder, *folder.parents[:2]):
+            path.chmod(0o755)
+        (folder / shard.name).chmod(0o600 if os.geteuid() == 0 else 0)
+        with as_somebody_else():
+            for read in (_weight, shard_file.verify):
+                with pytest.raises(PermissionError):
+                    read(folder, shard)
 
 
 def _weight(folder: Path, shard: ShardFile) -> torch.Tensor:

@@ -127,7 +127,7 @@ class CommitChain:
         """All that it says now.
 
         Raises:
-            OSError: The folder is there and cannot be listed, or its storage does not answer.
+            OSError: The folder is there and cannot be listed, a record may not be read, or the storage does not answer.
         """
         self._files.pull(self._folder)
         # The names of fences first: an opening that is under way is either seen by its name or

@@ -164,7 +164,8 @@ def once_it_answers(read: Callable[[], _Answer]) -> _Answer:
         try:
             return read()
         except OSError as error:
-            if not says_nothing_of_the_file(error):
+            # Rights do not come by waiting.
+            if isinstance(error, PermissionError) or not says_nothing_of_the_file(error):
                 raise
             sys.stderr.write(f"waits for the storage of its checkpoint: {error}\n")
         threading.Event().wait(next(waits_s))
@@ -175,10 +176,13 @@ def verify(folder: Path, shard: ShardFile) -> None:
 
     Raises:
         CorruptShardError: It is missing, no plain file, or has another size or digest.
+        PermissionError: This user may not read it.
     """
     path = folder / shard.name
     try:
         once_it_answers(lambda: _compare(path, shard))
+    except PermissionError:
+        raise
     except OSError as error:
         raise CorruptShardError(path, f"cannot be read: {error}") from error
 
@@ -265,6 +269,7 @@ def opened(folder: Path, shard: ShardFile) -> Iterator[ShardReader]:
 
     Raises:
         CorruptShardError: It is missing or no safetensors file.
+        PermissionError: This user may not read it.
     """
     path = folder / shard.name
     try:
