@@ -25,6 +25,7 @@ from services.controller.adapters.redis.telemetry_names import TelemetryNames
 from services.controller.settings import Settings
 from services.local.settings import child_environment
 from tests.agent.conftest import NODE, StartAgent
+from tests.controller.agent_double import AgentDouble
 from tests.controller.conftest import job_body
 from tests.controller.test_process import Controller, started
 from tests.e2e.conftest import free_port
@@ -317,6 +318,28 @@ def test_an_agent_can_do_nothing_in_the_name_of_others(guarded: Guarded) -> None
         assert agent.hget(record, "fence") is None
         assert agent.rpush(keys.node_facts(NODE), "{}")
         assert agent.rpush(keys.FACT_SENDERS, NODE)
+
+
+def test_what_an_agent_sets_for_the_scripts_of_all_costs_the_controller_no_node(
+    guarded: Guarded,
+) -> None:
+    """One of which the record could not be decoded was neither lost nor back, and facts waited behind its join."""
+    settings = guarded.settings("controller", CONTROLLER, 0)
+    with guarded.client("admin", ADMIN) as admin:
+        admin.flushall()
+        double = AgentDouble(admin, "other-node")
+        with started(settings.pop("redis_url"), **settings) as controller:
+
+            def slots() -> list[int]:
+                nodes = controller.client.get("/v1/nodes").json()["items"]
+                return [node["inventory"]["cpu_slots"] for node in nodes]
+
+            double.join()
+            until(lambda: slots() == [4])
+            with guarded.client(f"agent-{NODE}", AGENT) as agent:
+                agent.eval("cjson.decode_max_depth(1)", 0)
+            double.join("life-2", slots=8)
+            until(lambda: slots() == [8])
 
 
 def test_an_agent_of_the_last_release_adds_to_the_one_list_where_the_users_say_so(

@@ -6,6 +6,7 @@ from services.contract.redis import redis_keys as keys
 from services.controller.adapters.redis.script_parts import (
     FIND_MISTYPED,
     LIVE_AT_MOST,
+    PLAIN_JSON,
     REFUSE_DEPOSED,
     TAKE_LIST,
     TO_INBOX,
@@ -29,7 +30,9 @@ end
 
 # The indexes in which a job stands are named in its record: whoever writes it takes it out of those. One of
 # another type costs its list, and no write.
-_RELIST: Final = """
+_RELIST: Final = (
+    PLAIN_JSON
+    + """
 local function relist(job, id, created, listed)
   local before = redis.pcall('HGET', job, 'listed')
   if before == listed then return end
@@ -42,6 +45,7 @@ local function relist(job, id, created, listed)
   redis.call('HSET', job, 'listed', listed)
 end
 """
+)
 
 
 # Storage tells of jobs that Redis does not know, which may have been lost, or deleted. One that never had

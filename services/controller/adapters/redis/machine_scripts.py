@@ -2,14 +2,17 @@
 
 from typing import Final
 
-from services.controller.adapters.redis.script_parts import REFUSE_DEPOSED
+from services.controller.adapters.redis.script_parts import PLAIN_JSON, REFUSE_DEPOSED
 
-_NEWEST_FACT: Final = """
+_NEWEST_FACT: Final = (
+    PLAIN_JSON
+    + """
 local function newest_fact(key, node)
   local could, known = pcall(cjson.decode, redis.call('HGET', key, node) or '')
   return could and type(known) == 'table' and known.fact_id or nil
 end
 """
+)
 
 
 PUT_NODE: Final = (
@@ -28,7 +31,8 @@ return 'ok'
 
 
 PUT_RESERVATION: Final = (
-    REFUSE_DEPOSED
+    PLAIN_JSON
+    + REFUSE_DEPOSED
     + """
 -- KEYS: epoch, reservations, ended ones; ARGV: epoch, id, record, the state that it was read in ('' where
 -- there was none), wake channel, how many ended ones are kept ('' : it has not ended)

@@ -34,6 +34,13 @@ def checked(script: str) -> str:
     return _CHECK_RIGHTS % {"names": names, "channel": keys.WAKE} + script
 
 
+# Whoever may run scripts sets this for those of all users, as long as the server lives: it is set to what Redis has
+# by itself, for a record that cannot be decoded counts as none.
+PLAIN_JSON: Final = """
+cjson.decode_max_depth(1000)
+"""
+
+
 REFUSE_DEPOSED: Final = """
 local function deposed(key, epoch)
   return epoch ~= '' and redis.call('GET', key) ~= epoch

@@ -5,11 +5,14 @@ from typing import Any, Final
 
 from services.contract.redis import redis_keys as keys
 from services.controller.adapters.redis.connection import RedisClients, answering
+from services.controller.adapters.redis.script_parts import PLAIN_JSON
 from services.controller.domain.access.webhook import Deliveries, Webhook
 from services.controller.domain.errors import DeposedError
 from services.controller.ports.webhooks import Most
 
-_PUT: Final = """
+_PUT: Final = (
+    PLAIN_JSON
+    + """
 -- KEYS: webhooks, their deliveries; ARGV: id, webhook, deliveries, by whom, how many in all, and of one
 local known = redis.call('HVALS', KEYS[1])
 local own = 0
@@ -22,6 +25,7 @@ redis.call('HSET', KEYS[2], ARGV[1], ARGV[3])
 redis.call('HSET', KEYS[1], ARGV[1], ARGV[2])
 return 'ok'
 """
+)
 _SAVE: Final = """
 -- KEYS: epoch, webhooks, their deliveries; ARGV: epoch, id, deliveries
 if redis.call('GET', KEYS[1]) ~= ARGV[1] then return 'deposed' end
