@@ -13,7 +13,13 @@ from pathlib import Path
 import pytest
 
 from services.contract.storage import commit_chain
-from services.contract.storage.commit_chain import ChainError, CommitChain, FencedError, Record
+from services.contract.storage.commit_chain import (
+    MOST_USELESS,
+    ChainError,
+    CommitChain,
+    FencedError,
+    Record,
+)
 from services.contract.storage.manifests import (
     AttemptOpened,
     CheckpointDeleted,
@@ -22,6 +28,7 @@ from services.contract.storage.manifests import (
     record_bytes,
     record_of,
 )
+from services.contract.storage.record_files import FolderRecords
 from services.contract.system.rank_user import RankUser
 from services.contract.words.ids import checkpoint_id, new_job_id
 from tests.disk import as_somebody_else
@@ -421,6 +428,46 @@ def test_only_what_overtaken_attempts_did_not_commit_is_abandoned(tmp_path: Path
     shards_of(tmp_path, 25, 10_000)
     shards_of(tmp_path, 30, 10_001)
     assert chain.abandoned() == [lost, late]
+
+
+def test_of_millions_of_folders_that_ranks_made_some_are_looked_at(tmp_path: Path) -> None:
+    chain = CommitChain(tmp_path, JOB)
+    for record in (opened(1), opened(2)):
+        chain.append(record)
+    shards = tmp_path / JOB / "shards"
+    shards.mkdir()
+    for number in range(MOST_USELESS + 20):
+        (shards / f"ckpt_{number}-s000000001-a0001").symlink_to(".")
+    assert len(chain.abandoned()) == MOST_USELESS
+    assert len(chain.uncommitted()) == MOST_USELESS
+
+
+def test_committed_checkpoints_do_not_hide_what_is_of_no_use(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(commit_chain, "MOST_USELESS", 1)
+    chain = CommitChain(tmp_path, JOB)
+    chain.append(opened(1))
+    for step in range(10, 60, 10):
+        shards_of(tmp_path, step, 1)
+        if step != 30:
+            chain.append(manifest(step))
+    chain.append(opened(2))
+    lost = chain.shard_folder(checkpoint_id(JOB, 30, 1))
+    assert chain.abandoned() == chain.uncommitted() == [lost]
+
+
+def test_what_is_committed_while_folders_are_listed_is_of_use(tmp_path: Path) -> None:
+    class Late(FolderRecords):
+        def folders(self, parent: Path, pattern: str) -> Iterator[Path]:
+            CommitChain(tmp_path, JOB).append(manifest(10))
+            yield from super().folders(parent, pattern)
+
+    chain = CommitChain(tmp_path, JOB, Late())
+    chain.append(opened(1))
+    shards_of(tmp_path, 10, 1)
+    lost = shards_of(tmp_path, 20, 1)
+    assert chain.uncommitted() == [lost]
 
 
 def test_a_job_without_a_chain_has_abandoned_nothing(tmp_path: Path) -> None:

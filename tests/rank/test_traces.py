@@ -12,6 +12,7 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 
 from fsdp_core import torch_private
+from services.contract.jobs import traces
 from services.contract.jobs.specs import JobSpec
 from services.contract.jobs.traces import drafts, trace_file, traces_folder
 from services.contract.messages.board import BoardWriter
@@ -49,6 +50,20 @@ def events(root: Path, rank: int = 0, trace_id: str = TRACE) -> list[dict[str, A
     assert drafts(root, JOB) == []
     found: list[dict[str, Any]] = json.loads(gzip.decompress(path.read_bytes()))["traceEvents"]
     return found
+
+
+def test_of_millions_of_unfinished_files_that_ranks_made_some_are_looked_at(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(traces, "_MOST_DRAFTS", 3)
+    folder = traces_folder(tmp_path, JOB) / TRACE
+    folder.mkdir(parents=True)
+    kept = {folder / f".rank-{number}.partial" for number in range(5)}
+    for path in kept:
+        path.touch()
+    (folder / "rank-00000.trace.json.gz").touch()
+    found = drafts(tmp_path, JOB)
+    assert len(found) == len({*found} & kept) == 3
 
 
 def names(found: list[dict[str, Any]]) -> set[str]:

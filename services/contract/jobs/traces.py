@@ -8,6 +8,7 @@ Each is a gzip of Chrome's trace format as PyTorch's profiler writes it, which P
 """
 
 import contextlib
+import itertools
 import os
 from datetime import datetime
 from pathlib import Path
@@ -15,6 +16,7 @@ from typing import Annotated, Final, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
+from services.contract.system.durable import names_like
 from services.contract.words.bounds import MOST_RANKS
 from services.contract.words.ids import JobId, NodeId, TraceId
 from services.contract.words.states import TraceState
@@ -27,6 +29,7 @@ TRACES_KEPT: Final = 8
 MOST_BYTES: Final = 512 << 20
 """A rank's trace that is larger, before it is compressed, is not kept."""
 _DRAFT: Final = ".partial"
+_MOST_DRAFTS: Final = 10_000
 
 TracedRanks = Annotated[
     tuple[Annotated[int, Field(ge=0, lt=MOST_RANKS)], ...],
@@ -77,9 +80,16 @@ def remove_drafts(file: Path) -> None:
 
 
 def drafts(root: Path, job_id: str) -> list[Path]:
-    """All that ranks of a job have not finished: they are writing, or died while they did."""
-    found = traces_folder(root, job_id).glob(f"trace_*/.rank-*{_DRAFT}")
-    return sorted(path for path in found if not path.parent.is_symlink())
+    """What ranks of a job have not finished: they are writing, or died while they did. Some of it where there is much."""
+    folder = traces_folder(root, job_id)
+    traces = (folder / name for name in names_like(folder, "trace_*"))
+    found = (
+        trace / name
+        for trace in traces
+        if not trace.is_symlink()
+        for name in names_like(trace, f".rank-*{_DRAFT}")
+    )
+    return sorted(itertools.islice(found, _MOST_DRAFTS))
 
 
 class TraceRequest(BaseModel):

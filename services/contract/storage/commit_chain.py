@@ -18,6 +18,7 @@ A damaged record, or one of another job, is passed over in reading and its numbe
 Which fences are open is told by names too, so that damage lets no overtaken attempt commit.
 """
 
+import itertools
 import os
 import re
 import secrets
@@ -49,6 +50,8 @@ from services.contract.system.durable import (
 from services.contract.system.rank_user import RankUser
 from services.contract.words.bounds import MOST_WHOLE
 
+MOST_USELESS: Final = 10_000
+"""So many folders of no use are answered at once: ranks can make millions."""
 _FENCE_AT_END: Final = re.compile(r"-s\d{9}-a(\d{4,})$")
 _RECORD: Final = re.compile(r"([0-9]{8})\.json")
 # Records are linked one behind the other: a number so far beyond the last one is none of the chain.
@@ -172,35 +175,39 @@ class CommitChain:
         )
 
     def abandoned(self) -> list[Path]:
-        """The shard folders that no manifest names nor ever will: those of overtaken attempts.
+        """The shard folders that no manifest names nor ever will: those of overtaken attempts; some of them where there are many.
 
         None while a record is damaged, for it may be the one that names them.
         """
         # Read before the folders are listed: what is abandoned now can never be named later.
         reading = self.read()
-        if reading.damaged:
+        named = _named(reading)
+        if named is None:
             return []
-        named = {r.checkpoint_id for r in reading.records.values() if isinstance(r, Manifest)}
-        found = []
-        for folder in self._files.folders(self._job / "shards", "ckpt_*"):
-            match = _FENCE_AT_END.search(folder.name)
-            if match and int(match[1]) < reading.fence and folder.name not in named:
-                found.append(folder)
-        return found
+
+        def is_overtaken(name: str) -> bool:
+            match = _FENCE_AT_END.search(name)
+            return match is not None and int(match[1]) < reading.fence
+
+        found = self._files.folders(self._job / "shards", "ckpt_*")
+        left = (path for path in found if is_overtaken(path.name) and path.name not in named)
+        return sorted(itertools.islice(left, MOST_USELESS))
 
     def uncommitted(self) -> list[Path]:
-        """The shard folders that no manifest names, whichever attempt wrote them.
+        """The shard folders that no manifest names, whichever attempt wrote them; some of them where there are many.
 
         Of use to nobody only while no attempt of the job runs. None while a record is damaged.
         """
+        named = _named(self.read())
+        if named is None:
+            return []
         found = self._files.folders(self._job / "shards", "ckpt_*")
         # One that is not here is in a bucket, which has nothing else in a folder's place.
-        folders = [path for path in found if path.is_dir() or not os.path.lexists(path)]
-        reading = self.read()
-        if reading.damaged:
-            return []
-        named = {r.checkpoint_id for r in reading.records.values() if isinstance(r, Manifest)}
-        return [path for path in folders if path.name not in named]
+        folders = (path for path in found if path.is_dir() or not os.path.lexists(path))
+        left = sorted(itertools.islice((p for p in folders if p.name not in named), MOST_USELESS))
+        # Read again: one may have been committed before it was listed.
+        named = _named(self.read()) if left else named
+        return [] if named is None else [path for path in left if path.name not in named]
 
     def drafts(self) -> list[Path]:
         """Records and cards that were never finished: their writers died, or are writing now."""
@@ -319,6 +326,13 @@ class CommitChain:
     def _name_fence(self, fence: int) -> None:
         # Made durable with the record that follows it.
         self._files.touch(self._folder / f"{_OPENED}{fence:04d}")
+
+
+def _named(reading: ChainReading) -> set[str] | None:
+    """The checkpoints that manifests name; None while a record is damaged."""
+    if reading.damaged:
+        return None
+    return {r.checkpoint_id for r in reading.records.values() if isinstance(r, Manifest)}
 
 
 def _open_to_all(folder: int, kept: int) -> None:

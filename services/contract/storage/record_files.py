@@ -5,8 +5,11 @@ that format, and nothing else does. What differs is when a file is seen by all n
 """
 
 import os
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Protocol
+
+from services.contract.system.durable import names_like
 
 
 class RecordFiles(Protocol):
@@ -39,8 +42,8 @@ class RecordFiles(Protocol):
         """Have all nodes see an empty file of this name."""
         ...
 
-    def folders(self, parent: Path, pattern: str) -> list[Path]:
-        """Paths of what all nodes see in ``parent`` by a name like ``pattern``; sorted."""
+    def folders(self, parent: Path, pattern: str) -> Iterator[Path]:
+        """Paths of what all nodes see in ``parent`` by a name like ``pattern``, one by one, in any order."""
         ...
 
 
@@ -65,6 +68,6 @@ class FolderRecords:
         """See ``RecordFiles.touch``. It is durable once its folder is synced."""
         path.touch()
 
-    def folders(self, parent: Path, pattern: str) -> list[Path]:
+    def folders(self, parent: Path, pattern: str) -> Iterator[Path]:
         """See ``RecordFiles.folders``."""
-        return sorted(parent.glob(pattern))
+        return (parent / name for name in names_like(parent, pattern))

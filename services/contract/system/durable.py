@@ -6,7 +6,9 @@ And how a file is opened that somebody else may have put something else in place
 
 import contextlib
 import errno
+import fnmatch
 import os
+import re
 import secrets
 import stat
 from collections.abc import Iterator, Mapping
@@ -121,6 +123,21 @@ def sync_folder(folder: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+def names_like(folder: Path, pattern: str) -> Iterator[str]:
+    """The names in ``folder`` that are like ``pattern``, one by one: a rank may have put millions there.
+
+    None where there is no folder, or one that may not be listed.
+
+    Raises:
+        OSError: The disk refuses.
+    """
+    is_like = re.compile(fnmatch.translate(pattern)).match
+    if not folder.is_dir():
+        return
+    with contextlib.suppress(PermissionError), os.scandir(folder) as entries:
+        yield from (entry.name for entry in entries if is_like(entry.name))
 
 
 def open_plain(path: Path) -> int:

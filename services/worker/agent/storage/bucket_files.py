@@ -14,6 +14,7 @@ bucket has may go, the longest unused ones first.
 """
 
 import contextlib
+import fnmatch
 import hashlib
 import os
 import secrets
@@ -29,7 +30,7 @@ from services.contract.storage.bucket import Bucket, NoConditionalWritesError
 from services.contract.storage.commit_chain import DRAFT_PREFIX
 from services.contract.storage.job_cards import CARD
 from services.contract.storage.manifests import ShardFile
-from services.contract.system.durable import make_folders, sync_folder, write_new
+from services.contract.system.durable import make_folders, names_like, sync_folder, write_new
 from services.contract.words.ids import is_job_id
 from services.worker.agent.host.removal import remove_tree, remove_what_can_be
 from services.worker.agent.storage.identity import BYTES, IDENTITY, NAME
@@ -135,10 +136,11 @@ class BucketFiles:
         with self._lock(path.parent):
             self._put(path, b"", self._bucket.replace(self._name(path), b""))
 
-    def folders(self, parent: Path, pattern: str) -> list[Path]:
+    def folders(self, parent: Path, pattern: str) -> Iterator[Path]:
         """See ``RecordFiles.folders``: what is only here counts, too; its upload may have begun or not."""
-        there = {parent / name for name in self._bucket.folders(self._name(parent))}
-        return sorted(path for path in {*there, *parent.glob("*")} if path.match(pattern))
+        there = self._bucket.folders(self._name(parent))
+        yield from (parent / name for name in there if fnmatch.fnmatchcase(name, pattern))
+        yield from (parent / name for name in names_like(parent, pattern) if name not in there)
 
     def jobs(self) -> list[str]:
         """See ``SharedFiles.jobs``. Copies of jobs that the bucket does not hold, twice in a row, go: they were purged."""
