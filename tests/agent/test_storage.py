@@ -93,6 +93,18 @@ def test_a_failure_behind_the_link_leaves_the_checkpoint_committed_and_reported_
     assert CommitChain(storage.root, JOB).committed() == [commit.manifest]
 
 
+def test_a_job_that_could_not_be_looked_for_is_not_told_to_be_purged_while_it_is_there(
+    storage: Storage, commit: CommitCheckpoint, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert isinstance(storage.commit(commit), CheckpointLinked)
+    with monkeypatch.context() as broken:
+        broken.setattr(os, "lstat", refuse)
+        fact = purge(storage, PurgeJob(job_id=JOB, fence=1), NODE)
+    assert fact.error is None
+    assert storage.files.jobs() == []
+    assert list(storage.root.iterdir()) == []
+
+
 def test_a_failure_before_the_link_loses_the_checkpoint(
     storage: Storage, commit: CommitCheckpoint, monkeypatch: pytest.MonkeyPatch
 ) -> None:

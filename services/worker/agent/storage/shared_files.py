@@ -1,7 +1,6 @@
 """The storage as an agent uses it: the folder that all nodes mount, or a bucket and this node's copies."""
 
 import contextlib
-import os
 import secrets
 from collections.abc import Callable
 from pathlib import Path
@@ -221,7 +220,8 @@ class FolderFiles(FolderRecords):
     def discard_job(self, job_id: str) -> None:
         """See ``SharedFiles.discard_job``: renamed first, however long its files take to be removed."""
         folder = self._root / job_id
-        if os.path.lexists(folder):
+        # Not if it is found there: a look that fails would say that nothing is left.
+        with contextlib.suppress(FileNotFoundError):
             folder.rename(self._root / f".purged-{job_id}-{secrets.token_hex(8)}")
             sync_folder(self._root)
         for left in self._root.glob(f".purged-{job_id}-*"):
