@@ -394,6 +394,29 @@ def test_a_node_that_tells_of_one_device_twice_is_none_and_stops_no_look() -> No
     play(course)
 
 
+def test_a_job_that_cannot_be_placed_says_so_and_stops_no_other() -> None:
+    """One device twice in a record, as it could be until joins with that were refused."""
+
+    async def course(leader: Leader) -> None:
+        leader.server.leases[NODE] = Lease("life-1", 5_000)
+        known = node(gpus=2)
+        device = known.inventory.accelerators[0]
+        twice = known.inventory.model_copy(update={"accelerators": (device, device)})
+        leader.server.nodes[NODE] = known.model_copy(update={"inventory": twice})
+        gpus, more, cpus = (
+            new_job(resources={"ranks": 1, "device": device}).model_copy(update={"id": name})
+            for name, device in zip((*IDS, OTHER_ID), ("cuda", "cuda", "cpu"), strict=True)
+        )
+        for job in (gpus, more, cpus):
+            await keep(leader, job)
+            await Reconciler(leader.ports, 1).look()
+        states = [(await leader.job(job.id)).state for job in (gpus, more, cpus)]
+        assert states == [JobState.PLACING, JobState.QUEUED, JobState.PLACING]
+        assert "cannot be placed: PlanError" in (await leader.job(more.id)).reason
+
+    play(course)
+
+
 def test_a_node_tells_of_no_ranks_that_only_others_have() -> None:
     async def course(leader: Leader) -> None:
         await leader.hear(joined(NODE), joined("loom-7"))

@@ -272,6 +272,11 @@ def _placed(job: Job, placed: Placed) -> GangPlaced | PlacementDelayed:
     except InvalidRequestError as error:
         # It was accepted by another version of the controller.
         return PlacementDelayed(f"this version cannot plan it: {error}")
+    except Exception as error:  # noqa: BLE001 one job that trips us up must not stop all others
+        _log.exception("job_not_placed", job_id=job.id)
+        return PlacementDelayed(
+            f"it cannot be placed: {type(error).__name__}, see the controller's log"
+        )
     return GangPlaced(plan, placed.incarnations)
 
 
