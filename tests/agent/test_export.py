@@ -105,6 +105,16 @@ def export(root: Path, *options: str) -> ExportOutcome:
     return outcome
 
 
+def test_what_another_node_writes_for_its_export_of_the_same_is_left_alone(tmp_path: Path) -> None:
+    """It may wake, and publish what it finds there by the names of its own files."""
+    commit(tmp_path, [{"model.weight": ((2,), ((0,), (2,)))}])
+    others = exporting.partial_folder(tmp_path, JOB, NAME, "loom-1")
+    others.mkdir(parents=True)
+    (others / "model.safetensors").write_bytes(b"half")
+    assert export(tmp_path, "--node", "loom-2").reason is None
+    assert [path.read_bytes() for path in others.iterdir()] == [b"half"]
+
+
 def floats(path: Path) -> dict[str, tuple[list[int], list[float]]]:
     """The tensors of a safetensors file, by its specification."""
     raw = path.read_bytes()

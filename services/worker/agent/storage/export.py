@@ -114,7 +114,9 @@ class Whole:
         return math.prod(self.shape) * self.item_bytes
 
 
-def export(root: Path, job_id: str, checkpoint_id: str, file_bytes: int) -> ExportOutcome:
+def export(
+    root: Path, job_id: str, checkpoint_id: str, file_bytes: int, node_id: str = ""
+) -> ExportOutcome:
     """Exports a checkpoint; an earlier export of it is replaced once this one is whole.
 
     Raises:
@@ -126,7 +128,7 @@ def export(root: Path, job_id: str, checkpoint_id: str, file_bytes: int) -> Expo
     chain = CommitChain(root, job_id)
     manifest = chain.find(checkpoint_id)
     folder = root / job_id / "exports" / checkpoint_id
-    partial = partial_folder(root, job_id, checkpoint_id)
+    partial = partial_folder(root, job_id, checkpoint_id, node_id)
     remove_what_can_be(partial)
     make_folders(partial, root)
     try:
@@ -146,9 +148,9 @@ def export(root: Path, job_id: str, checkpoint_id: str, file_bytes: int) -> Expo
     return ExportOutcome(files=names, bytes=size)
 
 
-def partial_folder(root: Path, job_id: str, checkpoint_id: str) -> Path:
-    """Where an export lies until it is whole."""
-    return root / job_id / "exports" / f".{checkpoint_id}.partial"
+def partial_folder(root: Path, job_id: str, checkpoint_id: str, node_id: str = "") -> Path:
+    """Where an export lies until it is whole: each node's apart, for one that was taken for lost may still write."""
+    return root / job_id / "exports" / f".{checkpoint_id}.{node_id}.partial"
 
 
 def runs(whole: Sequence[int], offsets: Sequence[int], shape: Sequence[int]) -> Iterator[int]:
@@ -479,10 +481,11 @@ def main() -> None:
     parser.add_argument("--root", type=Path, required=True)
     parser.add_argument("--job", required=True)
     parser.add_argument("--checkpoint", required=True)
+    parser.add_argument("--node", default="", help="who exports: one at a time each")
     parser.add_argument("--file-bytes", type=int, default=FILE_BYTES, help="most of one file")
     wanted = parser.parse_args()
     try:
-        outcome = export(wanted.root, wanted.job, wanted.checkpoint, wanted.file_bytes)
+        outcome = export(wanted.root, wanted.job, wanted.checkpoint, wanted.file_bytes, wanted.node)
     except DifferentError as error:
         name, reason = error.args
         outcome = ExportOutcome(reason=reason, corrupt_file=name)

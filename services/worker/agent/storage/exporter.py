@@ -47,7 +47,9 @@ class Exporter:
             outcome = ExportOutcome(reason=str(error))
         finally:
             # A rank that cuts a shard while it is mapped ends the process at once: a model's room would be lost.
-            partial = partial_folder(self._storage.root, command.job_id, command.checkpoint_id)
+            partial = partial_folder(
+                self._storage.root, command.job_id, command.checkpoint_id, self._node_id
+            )
             await in_storage_thread(remove_what_can_be, partial)
             self._storage.files.release(reader)
         return self._facts(command, outcome)
@@ -66,6 +68,7 @@ class Exporter:
             *("--root", str(self._storage.root)),
             *("--job", command.job_id),
             *("--checkpoint", command.checkpoint_id),
+            *("--node", self._node_id),
             env=self._environment,
             stdin=asyncio.subprocess.DEVNULL,
             stdout=asyncio.subprocess.PIPE,
