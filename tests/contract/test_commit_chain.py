@@ -150,6 +150,22 @@ def test_a_link_in_a_records_place_keeps_what_it_leads_to_from_being_opened_to_r
     assert shards.stat().st_uid == RankUser.named("nobody").uid
 
 
+def test_a_record_is_not_said_to_stand_before_its_name_is_durable(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    chain = CommitChain(tmp_path, JOB)
+
+    def refused(folder: Path) -> None:
+        raise OSError(errno.EIO, "the disk refuses", str(folder))
+
+    with monkeypatch.context() as disk:
+        disk.setattr(commit_chain, "sync_folder", refused)
+        for _ in range(2):
+            with pytest.raises(OSError, match="the disk refuses"):
+                chain.append(opened(1))
+    assert chain.append(opened(1)) == 1
+
+
 def test_a_chain_that_may_not_be_listed_is_no_empty_one() -> None:
     """Otherwise its checkpoints are corrupt, and their shards of no use to anybody."""
     with tempfile.TemporaryDirectory() as folder:

@@ -412,7 +412,7 @@ def test_a_job_that_cannot_be_placed_says_so_and_stops_no_other() -> None:
             await Reconciler(leader.ports, 1).look()
         states = [(await leader.job(job.id)).state for job in (gpus, more, cpus)]
         assert states == [JobState.PLACING, JobState.QUEUED, JobState.PLACING]
-        assert "cannot be placed: PlanError" in (await leader.job(more.id)).reason
+        assert "cannot be placed: PlanError" in ((await leader.job(more.id)).reason or "")
 
     play(course)
 

@@ -236,6 +236,8 @@ class CommitChain:
                 is_past = earlier.fence > record.fence
                 # What is opened could commit nothing: there is one more than the controller knows of.
                 if known is not None and not (is_past and isinstance(record, AttemptOpened)):
+                    # Whoever linked it may have died before its name was durable.
+                    sync_folder(self._folder)
                     return known
                 if is_past:
                     raise FencedError(
