@@ -207,6 +207,23 @@ def test_a_record_that_may_not_be_read_is_no_damaged_one() -> None:
                     ask()
 
 
+@pytest.mark.skipif(os.getuid() != 0, reason="only root gives files to others")
+def test_ranks_find_their_checkpoint_while_records_are_linked_that_are_not_theirs_to_read() -> None:
+    """A clone starts, or an older checkpoint is removed as a job goes on: agents' files are their user's alone."""
+    with tempfile.TemporaryDirectory() as folder:
+        root = Path(folder)
+        chain = CommitChain(root, JOB)
+        for record in (opened(1), manifest(10)):
+            chain.append(record)
+        chain.share_with(RankUser.named("nobody"))
+        chain.append(manifest(20))
+        (root / JOB / "chain" / "00000003.json").chmod(0o600)
+        with as_somebody_else():
+            assert chain.find(manifest(10).checkpoint_id) == manifest(10)
+            with pytest.raises(PermissionError):
+                chain.find(manifest(20).checkpoint_id)
+
+
 def test_a_job_without_a_chain_has_no_records(tmp_path: Path) -> None:
     assert list(CommitChain(tmp_path, JOB).records()) == []
 

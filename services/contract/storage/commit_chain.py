@@ -132,15 +132,25 @@ class CommitChain:
         Raises:
             OSError: The folder is there and cannot be listed, a record may not be read, or the storage does not answer.
         """
+        reading, unread = self._reading()
+        if unread is not None:
+            raise unread
+        return reading
+
+    def _reading(self) -> tuple[ChainReading, PermissionError | None]:
+        """What can be read, and why a record is not among it that is no damaged one: this user may not read it."""
         self._files.pull(self._folder)
         # The names of fences first: an opening that is under way is either seen by its name or
         # links its record behind whatever is read here.
         fences = [0, *self._named_fences()]
         records: dict[int, Record] = {}
         damaged = []
+        unread: PermissionError | None = None
         for number in range(1, self._last_number() + 1):
             try:
                 records[number] = self._read(number)
+            except PermissionError as error:
+                unread = unread or error
             except (OSError, ValueError) as error:
                 if isinstance(error, OSError) and says_nothing_of_the_file(error):
                     raise
@@ -148,7 +158,7 @@ class CommitChain:
                 name = self._path(number).name
                 damaged.append(DamagedRecord(number=number, name=name, reason=why))
         fences += [r.fence for r in records.values() if isinstance(r, AttemptOpened)]
-        return ChainReading(records, tuple(damaged), max(fences))
+        return ChainReading(records, tuple(damaged), max(fences)), unread
 
     def records(self) -> Iterator[Record]:
         """All records that can be read, oldest first."""
@@ -161,13 +171,18 @@ class CommitChain:
     def find(self, checkpoint_id: str) -> Manifest:
         """The manifest of a committed checkpoint.
 
+        Ranks look for one while agents link further records, which are not shared with them yet.
+
         Raises:
             ChainError: It was never committed, it was deleted, or its record is damaged.
+            OSError: As `read`, unless it is found beside records that may not be read.
         """
-        reading = self.read()
+        reading, unread = self._reading()
         for manifest in reading.committed.values():
             if manifest.checkpoint_id == checkpoint_id:
                 return manifest
+        if unread is not None:
+            raise unread
         hint = ", ".join(record.name for record in reading.damaged)
         raise ChainError(
             f"checkpoint {checkpoint_id} is not committed in {self._folder}"

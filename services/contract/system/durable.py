@@ -82,8 +82,8 @@ def node_condition(error: BaseException, node_id: str, disk: str = CHECKPOINT_DI
 
 
 def says_nothing_of_the_file(error: OSError) -> bool:
-    """Whether a read failed for what its node, its user, or the server of its disk lacks: not so EIO, which a bad block gives."""
-    return isinstance(error, StorageAwayError | PermissionError) or error.errno in _AWAY
+    """Whether a read failed for what its node, or the server of its disk, lacks: not so EIO, which a bad block gives."""
+    return isinstance(error, StorageAwayError) or error.errno in _AWAY
 
 
 def make_folders(folder: Path, root: Path) -> None:

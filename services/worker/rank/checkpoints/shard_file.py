@@ -164,8 +164,7 @@ def once_it_answers(read: Callable[[], _Answer]) -> _Answer:
         try:
             return read()
         except OSError as error:
-            # Rights do not come by waiting.
-            if isinstance(error, PermissionError) or not says_nothing_of_the_file(error):
+            if not says_nothing_of_the_file(error):
                 raise
             sys.stderr.write(f"waits for the storage of its checkpoint: {error}\n")
         threading.Event().wait(next(waits_s))
