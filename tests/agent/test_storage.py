@@ -4,6 +4,7 @@ import errno
 import hashlib
 import itertools
 import os
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -32,13 +33,13 @@ from services.contract.storage.commit_chain import CommitChain
 from services.contract.storage.job_cards import put_card_away
 from services.contract.storage.manifests import Manifest, ShardFile
 from services.contract.system.durable import StorageAwayError
-from services.contract.words.ids import checkpoint_id
+from services.contract.words.ids import checkpoint_id, new_job_id
 from services.contract.words.states import JobState
 from services.worker.agent.storage import shard_check
 from services.worker.agent.storage.job_storage import Storage, purge
 from services.worker.agent.storage.shard_check import fault_of
 from tests.agent.conftest import JOB, NODE, launch
-from tests.disk import small_disk
+from tests.disk import as_somebody_else, small_disk
 
 
 @pytest.fixture
@@ -433,3 +434,17 @@ def test_a_checkpoint_stays_where_the_chain_lacks_one_for_which_it_is_given_up(
     (told,) = storage.retire(RetireCheckpoint.model_validate(about | {"kept": [name]}))
     assert isinstance(told, CheckpointRetired)
     assert not shard_path(storage, commit).exists()
+
+
+def test_a_job_folder_of_another_user_keeps_no_other_job_from_being_opened() -> None:
+    """Agents of several users may share a storage, and files are their user's alone."""
+    with tempfile.TemporaryDirectory() as folder:
+        root = Path(folder)
+        root.chmod(0o777)
+        oldest = root / new_job_id(1, bytes(10))
+        (oldest / "chain").mkdir(parents=True)
+        oldest.chmod(0o700 if os.geteuid() == 0 else 0)
+        with as_somebody_else():
+            Storage(root, NODE).open_attempt(launch())
+            assert CommitChain(root, JOB).read().fence == 1
+        oldest.chmod(0o700)

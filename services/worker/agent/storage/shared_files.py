@@ -151,7 +151,7 @@ class FolderFiles(FolderRecords):
         if self._first is None:
             # Not before: an agent may have started before its storage was mounted.
             # Ranks may have written shards, and nothing else, to the folder below one that was unmounted.
-            has_chains = any(CommitChain(self._root, job).exists for job in jobs_in(self._root))
+            has_chains = any(map(self._has_chain, jobs_in(self._root)))
             if has_chains and (name := read_identity(self._root)) is not None:
                 self._first = name, _place(self._root)
         elif self._found(*self._first) != self._first[0]:
@@ -159,6 +159,12 @@ class FolderFiles(FolderRecords):
                 f"{self._root} is not the storage that was there before: is it mounted? Where it was replaced on "
                 "purpose, restart the agent"
             )
+
+    def _has_chain(self, job_id: str) -> bool:
+        try:
+            return CommitChain(self._root, job_id).exists
+        except PermissionError:  # that of an agent of another user, which stops no other job
+            return False
 
     def _found(self, name: str, place: tuple[int, int]) -> str | None:
         found = read_identity(self._root)
