@@ -225,3 +225,37 @@ def test_a_fact_of_more_ranks_than_a_node_may_have_costs_itself_alone(
     until(lambda: len(plane.get("/v1/nodes")["items"]) == 2)
     plane.agent.trains(plane.agent.awaits(LaunchGang, job_id), [2])
     assert plane.job(job_id)["state"] == "RUNNING"
+
+
+@pytest.mark.redis
+@pytest.mark.anyio
+@pytest.mark.parametrize("floods_with", ["ids", "facts"])
+async def test_what_one_agent_adds_without_end_holds_up_no_facts_of_known_nodes(
+    redis_url: str, floods_with: str
+) -> None:
+    nodes = [f"known-{number}" for number in range(100)]
+    told = [(node, str(number)) for node in sorted(nodes) for number in range(3)]
+    with Redis.from_url(redis_url) as redis:
+        redis.hset(keys.NODES, mapping=dict.fromkeys(nodes, "{}"))
+        redis.rpush(keys.FACT_SENDERS, *["floods"] * 20_000)
+        if floods_with == "facts":
+            redis.rpush(keys.node_facts("floods"), *map(str, range(20_000)))
+        for node, body in told:
+            append_fact(redis, node, body)
+    came: list[tuple[str | None, str]] = []
+    known: list[tuple[str | None, str]] = []
+    rounds = 0
+    async with redis_ports(redis_url) as ports:
+        await ports.facts.prepare()
+        while len(known) < len(told):
+            rounds += 1
+            entries = await ports.facts.next(128, 1.0)
+            await ports.facts.acknowledge([entry.id for entry in entries])
+            came += [(entry.sender, entry.body) for entry in entries]
+            known = [each for each in came if each[0] != "floods"]
+        assert rounds <= 10
+        # Each node's own in order, and none is lost or taken twice.
+        assert sorted(known) == told
+        for node in (*nodes, "floods"):
+            of_node = [int(body) for sender, body in came if sender == node]
+            assert of_node == list(range(len(of_node)))

@@ -37,6 +37,8 @@ _MISTYPED: Final = -3
 # So often facts of agents of the last release are looked for, while some come.
 _OLD_AGENTS_EVERY_S: Final = 0.25
 _OLD_AGENTS_FOR_S: Final = 120.0
+# While no more wait, facts are taken in the order in which they came. That is a second's work.
+_SENDERS_IN_ORDER: Final = 2_000
 _FACT_LISTS: Final = (
     *(keys.TAKEN_FACTS, keys.ARRIVED_FACTS),
     *(keys.TAKEN_FACT_SENDERS, keys.FACT_SENDERS),
@@ -206,7 +208,7 @@ class RedisFacts:
     """The port ``FactQueue``: a consumer group of one consumer.
 
     Each node's facts arrive in a list of its own, and its id in a list for all: in that order they are taken
-    into the stream, each with the node that it came from. Facts of agents of the last release come
+    into the stream, each with the node that it came from. While very many wait, known nodes have turns. Facts of agents of the last release come
     from one list, and nobody knows whose they are.
     """
 
@@ -214,6 +216,7 @@ class RedisFacts:
         self._clients = clients
         self._take = clients.script(machine_scripts.TAKE_FACTS)
         self._last_of_the_last_release = -math.inf
+        self._turn = 0
 
     async def prepare(self) -> None:
         """See ``FactQueue.prepare``."""
@@ -250,9 +253,10 @@ class RedisFacts:
         return await self._taken(limit) if came is not None else []
 
     async def _taken(self, limit: int) -> list[FactEntry]:
+        self._turn += limit // 2
         with self._clients.answering(keys.FACTS, *_FACT_LISTS):
             of_the_last_release = await self._take(
-                keys=[keys.FACTS, *_FACT_LISTS],
+                keys=[keys.FACTS, *_FACT_LISTS, keys.NODES],
                 args=[
                     limit,
                     keys.MESSAGE_FIELD,
@@ -260,6 +264,8 @@ class RedisFacts:
                     keys.LONGEST_FACT,
                     keys.LONGEST_FACT,
                     *keys.node_facts("|").split("|"),
+                    _SENDERS_IN_ORDER,
+                    self._turn,
                 ],
             )
         if of_the_last_release:
