@@ -41,6 +41,7 @@ from services.contract.words.bounds import (
     MOST_RANKS_OF_A_NODE,
     NAME_CHARACTERS,
     TRACEBACK_CHARACTERS,
+    Moment,
     Positive,
     Whole,
 )
@@ -229,7 +230,7 @@ def test_an_integer_that_no_float_holds_is_refused_wherever_an_agent_writes_one(
     tried = []
     for kind in kinds:
         for name, field in kind.model_fields.items():
-            if field.annotation in {int, int | None} or {Whole, Positive} & {
+            if field.annotation in {int, int | None} or {Whole, Positive, Moment} & {
                 *get_args(field.annotation)
             }:
                 tried.append(f"{kind.__name__}.{name}")
@@ -239,6 +240,22 @@ def test_an_integer_that_no_float_holds_is_refused_wherever_an_agent_writes_one(
                 assert (name,) in where, tried[-1]
     assert {"RankSample.seen_ms", "RankSample.memory_bytes", "StepRecord.time_ms"} <= set(tried)
     assert len(tried) > 70
+
+
+@pytest.mark.parametrize(
+    ("kind", "field", "fields"),
+    [
+        (LogLine, "time_ms", {"rank": 0, "fence": 1, "stream": "stdout", "text": "x"}),
+        (RankSample, "seen_ms", SAMPLE | {"device": "cpu", "phase": "F"}),
+    ],
+)
+def test_a_time_after_the_year_9999_is_refused(
+    kind: type[BaseModel], field: str, fields: dict[str, Any]
+) -> None:
+    """``meshloom logs --timestamps`` ended at the first line of one."""
+    kind.model_validate(fields | {field: bounds.MOST_MS})
+    with pytest.raises(ValidationError, match=field):
+        kind.model_validate(fields | {field: bounds.MOST_MS + 1})
 
 
 def test_of_many_baselines_no_more_are_looked_at_than_are_kept() -> None:

@@ -6,9 +6,9 @@ from pydantic import Field
 
 from services.contract.messages.base import Message
 from services.contract.words.bounds import (
-    MOST_MS,
     MOST_SECONDS,
     MetricValues,
+    Moment,
     Name,
     Numbers,
     Positive,
@@ -66,9 +66,7 @@ class RankSample(RankProgress):
     beat_age_s: float = Field(default=0.0, ge=0)
     arrival_lag_s: float | None = Field(default=None, ge=0)
     straggler_score: float | None = Field(default=None, ge=0, le=1)
-    seen_ms: Whole = Field(
-        default=0, le=MOST_MS, description="Redis TIME of the beat, milliseconds"
-    )
+    seen_ms: Moment = Field(default=0, description="Redis TIME of the beat, milliseconds")
 
 
 class RankStacks(Message):
@@ -108,8 +106,8 @@ class StepRecord(Message):
         ge=0,
         description="the most that a rank on the node of rank 0 held after the step, as of a sample",
     )
-    time_ms: Whole | None = Field(
-        default=None, le=MOST_MS, description="when rank 0 ended the step, by the clock of its node"
+    time_ms: Moment | None = Field(
+        default=None, description="when rank 0 ended the step, by the clock of its node"
     )
     of: Positive | None = Field(
         default=None, description="how many steps there will be, as the job's script says"
@@ -136,5 +134,5 @@ class LogLine(Message):
     fence: Positive
     stream: Literal["stdout", "stderr"]
     level: Literal["debug", "info", "warning", "error"] = "info"
-    time_ms: Whole = Field(le=MOST_MS)
+    time_ms: Moment
     text: Annotated[str, cut_to(LINE_CHARACTERS)]

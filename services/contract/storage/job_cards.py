@@ -15,7 +15,7 @@ from services.contract.jobs.plans import GangPlan
 from services.contract.jobs.specs import CarriedSpec
 from services.contract.storage.commit_chain import DRAFT_PREFIX
 from services.contract.system.durable import make_folders, read_plain, sync_folder, write_new
-from services.contract.words.bounds import MOST_MS, Positive, Text, Whole
+from services.contract.words.bounds import Moment, Positive, Text
 from services.contract.words.ids import CheckpointId, JobId, is_job_id
 from services.contract.words.states import ExitReason, JobState
 
@@ -37,7 +37,7 @@ class JobCard(BaseModel):
     job_id: JobId
     spec: CarriedSpec
     owner: Annotated[str, Field(max_length=200)]
-    created_ms: Whole = Field(le=MOST_MS)
+    created_ms: Moment
     fence: Positive
     plan: GangPlan
     resume_from: CheckpointId | None = None

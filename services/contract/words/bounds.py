@@ -175,6 +175,8 @@ Whole = Annotated[int, Field(ge=0, le=MOST_WHOLE)]
 """Of 64 bits: one of hundreds of digits has no float, and whatever counts with it fails."""
 Positive = Annotated[int, Field(ge=1, le=MOST_WHOLE)]
 """The same, from 1."""
+Moment = Annotated[int, Field(ge=0, le=MOST_MS)]
+"""Milliseconds since 1970. A type of its own: of a second bound that a field adds to ``Whole`` only the wider one is looked at."""
 Seconds = Annotated[float, Field(ge=0, le=MOST_SECONDS)]
 """For how long something took or has been so. JSON has no word for NaN and infinity: a record with one cannot be read again."""
 Code = Annotated[int, Field(ge=-(1 << 31), lt=1 << 31)]
