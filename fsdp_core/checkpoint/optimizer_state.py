@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
@@ -9,7 +10,9 @@ import torch
 from torch import nn
 
 from fsdp_core.checkpoint.fill import SavedShard, fill_from_shards
+from fsdp_core.checkpoint.local_shards import local_part
 from fsdp_core.errors import CheckpointError
+from fsdp_core.layout import Box
 
 if TYPE_CHECKING:
     from torch.optim import Optimizer
@@ -45,18 +48,25 @@ def optimizer_state(model: nn.Module, optimizer: Optimizer) -> dict[str, torch.T
 
 
 def load_optimizer_state(
-    model: nn.Module, optimizer: Optimizer, saved: Iterable[SavedShard]
+    model: nn.Module,
+    optimizer: Optimizer,
+    saved: Iterable[SavedShard],
+    *,
+    later_keys: bool = False,
 ) -> None:
     """Fills the optimizer from shards named as by `optimizer_state`, saved at any world size.
 
     Parameters that have saved entries get their state made first, by one step of the optimizer
-    on stand-ins for all of them; neither parameters nor gradients are touched. The others lose theirs, as they
-    had none when the state was saved.
+    on stand-ins for all of them; neither parameters, gradients nor groups are touched. The others lose theirs, as
+    they had none when the state was saved.
 
     Args:
         model: The model whose parameters the optimizer holds.
         optimizer: Built as the saved one was; it may have taken steps.
         saved: Shards of all ranks; names outside ``optim.`` are ignored.
+        later_keys: Whether the optimizer is known to make entries in later steps than its first. Those that were
+            saved and that it has not made are made: sharded as the parameter if they have its shape, else plain
+            tensors (numbers too).
 
     Raises:
         CheckpointError: State was saved for a parameter or key that the optimizer does not
@@ -73,6 +83,8 @@ def load_optimizer_state(
         elif not optimizer.state.get(param):
             without.append(param)
     _make_state(optimizer, without)
+    if later_keys:
+        _make_later_keys(model, optimizer, mine)
     target = optimizer_state(model, optimizer)
     if unknown := sorted(names - target.keys()):
         raise CheckpointError(
@@ -106,17 +118,45 @@ def _make_state(optimizer: Optimizer, params: Sequence[nn.Parameter]) -> None:
         return
     stand_ins = {param: _stand_in(param) for param in params}
     groups = optimizer.param_groups
-    before = [group["params"] for group in groups]
+    before = [dict(group) for group in groups]
     try:
         for group in groups:
             group["params"] = [stand_ins[p] for p in group["params"] if p in stand_ins]
         # The class's step: schedulers count calls by replacing the instance's.
         type(optimizer).step(optimizer)
     finally:
+        # Some count their steps there.
         for group, kept in zip(groups, before, strict=True):
-            group["params"] = kept
+            group.clear()
+            group.update(kept)
     for param, stand_in in stand_ins.items():
         optimizer.state[param] = optimizer.state.pop(stand_in, {})
+
+
+def _make_later_keys(model: nn.Module, optimizer: Optimizer, saved: Sequence[SavedShard]) -> None:
+    params = _params(model, optimizer)
+    boxes: defaultdict[str, list[SavedShard]] = defaultdict(list)
+    for shard in saved:
+        boxes[shard.fqn].append(shard)
+    for name, shards in boxes.items():
+        fqn, _, key = name.removeprefix(PREFIX).rpartition(".")
+        param = params.get(fqn)
+        if param is None or key in optimizer.state[param]:
+            continue
+        shape = tuple(shards[0].global_shape)
+        if shape and shape == tuple(param.shape):
+            made = torch.zeros_like(param, requires_grad=False)
+            wanted, _ = local_part(made)
+        elif len(shards) == 1:  # of several boxes nobody knows how they lay
+            made = torch.zeros(shape, device=param.device if shape else "cpu")
+            wanted = Box.whole(shape)
+        else:
+            continue
+        for shard in shards:
+            if wanted.intersect(shard.box) is not None:
+                made = made.to(shard.read((slice(0, 0),) * len(shape)).dtype)
+                break
+        optimizer.state[param][key] = made
 
 
 def _stand_in(param: nn.Parameter) -> nn.Parameter:

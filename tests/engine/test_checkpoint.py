@@ -244,3 +244,39 @@ def test_state_that_the_model_or_optimizer_lacks_is_refused() -> None:
         load_optimizer_state(model, optimizer, extra)
     with pytest.raises(CheckpointError, match="holds a parameter of shape"):
         optimizer_state(nn.Linear(3, 2), optimizer)
+
+
+class Later(torch.optim.Optimizer):
+    """Keeps a value of each parameter from its second step on, how often it stepped, and the same in its group."""
+
+    def __init__(self, params: Iterable[nn.Parameter]) -> None:
+        super().__init__(params, {"lr": 0.5, "made": 0})
+
+    @torch.no_grad()
+    def step(self, _: Callable[[], float] | None = None) -> None:  # type: ignore[override]  # the base class overloads it
+        for group in self.param_groups:
+            group["made"] += 1
+            for param in group["params"]:
+                state = self.state[param]
+                state["made"] = state.get("made", 0) + 1
+                if state["made"] > 1:
+                    state["kept"] = param.bfloat16()
+                    state["rate"] = 0.1
+
+
+def test_state_that_an_optimizer_makes_in_later_steps_is_made_where_that_is_known() -> None:
+    source, other = nn.Linear(3, 2), nn.Linear(3, 2)
+    optimizer, fresh = Later(source.parameters()), Later(other.parameters())
+    optimizer.step()
+    optimizer.step()
+    saved = whole_shards(optimizer_state(source, optimizer))
+    with pytest.raises(CheckpointError, match=r"this optimizer does not: \['optim\.bias\.kept'"):
+        load_optimizer_state(other, fresh, saved)
+    load_optimizer_state(other, fresh, saved, later_keys=True)
+    assert fresh.param_groups[0]["made"] == 0
+    assert fresh.state[other.weight]["made"] == 2
+    assert torch.equal(fresh.state[other.weight]["kept"], source.weight.bfloat16())
+    assert fresh.state[other.bias]["rate"].item() == 0.1
+    boxes = [replace(each, fqn="optim.weight.rows") for each in halves(torch.ones(4, 3))]
+    with pytest.raises(CheckpointError, match=r"does not: \['optim\.weight\.rows'\]"):
+        load_optimizer_state(other, Later(other.parameters()), [*saved, *boxes], later_keys=True)

@@ -334,3 +334,21 @@ def test_a_shard_is_durable_with_each_folder_that_was_made_for_it(
     assert file.name == ".rank-00000.safetensors.partial"
     assert {*synced} == {file, folder, folder.parent, root / JOB, root, tmp_path}
     assert synced[-1] == folder, "a name is durable after what it is put in"
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("name", ["Lookahead", "Averaging"])
+def test_an_optimizer_of_ones_own_goes_on_where_it_was(
+    trained: Trained, ranks: Ranks, spec: Spec, name: str
+) -> None:
+    factory = f"tests.rank.user_optimizers:{name}"
+    job = spec(
+        optimizer={"factory": factory, "args": {"lr": 0.05}},
+        train={"steps": 8},
+        checkpoint={"every_steps": 4},
+    )
+    source = trained.committed(4, ranks, job).checkpoint_id
+    resumed = ranks.start(job, fence=2, resume_from=source).succeeded()
+    assert resumed.losses() == trained.of(job).losses_after(4)
+    elsewhere = ranks.start(job, 3, fence=3, resume_from=source).succeeded()
+    assert elsewhere.losses() == pytest.approx(trained.of(job).losses_after(4), abs=1e-5)

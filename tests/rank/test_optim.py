@@ -1,7 +1,9 @@
 """Optimizers, their groups, schedules, averages and the scale of losses, in this process."""
 
+import json
 import re
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -10,6 +12,7 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 from torch import nn
 
+from fsdp_core.errors import CheckpointError
 from services.contract.jobs.spec_parts import EmaSpec, Factory, OptimizerSpec, ParameterGroup
 from services.worker.rank import registry
 from services.worker.rank.models.decoder import Decoder
@@ -17,6 +20,7 @@ from services.worker.rank.optim.ema import Ema
 from services.worker.rank.optim.groups import GroupError, by_patterns, check_options
 from services.worker.rank.optim.loss_scale import MOST_IN_A_ROW, LossScale, LossScaler
 from services.worker.rank.optim.optimizers import adamw, muon, sgd
+from services.worker.rank.optim.own_values import changed, own_values, put_back
 from services.worker.rank.optim.schedules import (
     Schedule,
     constant,
@@ -117,6 +121,35 @@ def test_optimizers_share_no_parameter() -> None:
         Optimizers.of({}, "optimizer.factory")
     with pytest.raises(OptimizerError, match="there is no optimizer 'c'; there are optimizer"):
         Optimizers.of(both["a"], "optimizer.factory").named("c")
+
+
+def test_what_an_optimizer_counts_in_its_groups_comes_back() -> None:
+    model = nn.Linear(2, 2)
+
+    def two_groups() -> torch.optim.Optimizer:
+        groups: list[dict[str, Any]] = [
+            {"params": [model.weight], "betas": (0.9, 0.9)},
+            {"params": [model.bias]},
+        ]
+        return torch.optim.SGD(groups, lr=0.1)
+
+    optimizer = two_groups()
+    first = own_values(optimizer)
+    assert not any(changed(optimizer, first))
+    optimizer.param_groups[0].update(lr=0.5, betas=(0.9, 0.5), weight=float("nan"))
+    optimizer.param_groups[1]["nesterov"] = None
+    state: dict[Any, Any] = optimizer.state
+    state["made"] = 3
+    saved = json.loads(json.dumps(changed(optimizer, first)))
+    other = two_groups()
+    put_back(other, saved)
+    assert repr(own_values(other)) == repr(own_values(optimizer))
+    assert other.param_groups[0]["lr"] == 0.1
+    with pytest.raises(CheckpointError, match="has 1 groups of parameters, and was saved with 2"):
+        put_back(torch.optim.SGD(model.parameters()), saved)
+    state["sum"] = torch.zeros(2)
+    with pytest.raises(CheckpointError, match="a Tensor under 'sum', which is no parameter"):
+        changed(optimizer, first)
 
 
 # -- Schedules

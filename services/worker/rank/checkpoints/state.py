@@ -39,6 +39,7 @@ from services.worker.rank.gang.groups import Gang
 from services.worker.rank.optim.ema import PREFIX as EMA
 from services.worker.rank.optim.ema import Ema
 from services.worker.rank.optim.loss_scale import LossScaler
+from services.worker.rank.optim.own_values import Values, changed, put_back
 from services.worker.rank.optim.several import parameters_of
 from services.worker.rank.seeds import derive
 
@@ -106,6 +107,7 @@ class TrainedParts:
         files: What belongs beside the exported weights, by plain file name; rank 0 saves it.
         data: Where it is in the data; None: the step says it.
         early_stop: How its evaluations went, where they decide on its end.
+        first_values: The own values of each optimizer as it was made.
     """
 
     model: nn.Module
@@ -119,6 +121,7 @@ class TrainedParts:
     files: Mapping[str, bytes] = field(default_factory=dict)
     data: Feed | None = None
     early_stop: Told | None = None
+    first_values: Sequence[Values] = ()
 
 
 @dataclass(frozen=True)
@@ -185,6 +188,8 @@ def capture(
         "boxes": boxes_of(entries),
         **random_text(),
     }
+    if told := _of_optimizers(parts):
+        about["optimizers"] = told
     if beside.document:
         about["beside"] = beside.document
     if parts.scaler is not None:
@@ -214,7 +219,7 @@ def restore(parts: TrainedParts, readers: Iterable[Reader]) -> None:
     abouts = [(reader, about_of(reader)) for reader in readers]
     shards = [shard for reader, about in abouts for shard in saved_shards(reader, about["boxes"])]
     load_model_state(parts.model, shards)
-    _load_optimizers(parts, shards)
+    _load_optimizers(parts, shards, abouts[0][1].get("optimizers", ()))
     if parts.ema is not None:
         # A clone may begin to average with weights that were trained without.
         parts.ema.start_over()
@@ -250,18 +255,49 @@ def restore_position(feed: Feed, digest: str, about: Mapping[str, Any]) -> None:
     feed.restore(about.get("data", {}) if is_same else BEGINNING, about["step"])
 
 
-def _load_optimizers(parts: TrainedParts, shards: Sequence[SavedShard]) -> None:
+def _load_optimizers(
+    parts: TrainedParts, shards: Sequence[SavedShard], saved: Sequence[Mapping[str, Any]]
+) -> None:
     """Gives each optimizer what was saved of its parameters; the first what is nobody's, to refuse it."""
     first, *others = parts.optimizers
     parts.model.state_dict(keep_vars=True)  # its hooks hang the slices, which the optimizers hold
     names = {parameter: name for name, parameter in parts.model.named_parameters()}
+    # One of another class than was saved may lack what it must not lack; those of torch make all in their first step.
+    classes = [_class_of(each) for each in parts.optimizers]
+    are_alike = [each["class"] for each in saved] == classes
     taken: set[str] = set()
+
+    def load(optimizer: torch.optim.Optimizer, mine: Sequence[SavedShard]) -> None:
+        later = are_alike and not _is_torchs(_class_of(optimizer))
+        load_optimizer_state(parts.model, optimizer, mine, later_keys=later)
+
     for optimizer in others:
         held = {f"{OPTIMIZER}{names[each]}" for each in parameters_of(optimizer) if each in names}
         mine = [shard for shard in shards if shard.fqn.rpartition(".")[0] in held]
-        load_optimizer_state(parts.model, optimizer, mine)
+        load(optimizer, mine)
         taken |= {shard.fqn for shard in mine}
-    load_optimizer_state(parts.model, first, [each for each in shards if each.fqn not in taken])
+    load(first, [each for each in shards if each.fqn not in taken])
+    if are_alike:
+        for optimizer, about in zip(parts.optimizers, saved, strict=True):
+            put_back(optimizer, about["changed"])
+
+
+def _of_optimizers(parts: TrainedParts) -> list[dict[str, Any]]:
+    """Their classes and what they have of their own; nothing where they are torch's and have nothing."""
+    told: list[dict[str, Any]] = [
+        {"class": _class_of(optimizer), "changed": changed(optimizer, first)}
+        for optimizer, first in zip(parts.optimizers, parts.first_values, strict=True)
+    ]
+    is_plain = all(_is_torchs(each["class"]) and not any(each["changed"]) for each in told)
+    return [] if is_plain else told
+
+
+def _is_torchs(name: str) -> bool:
+    return name.startswith("torch.")
+
+
+def _class_of(optimizer: torch.optim.Optimizer) -> str:
+    return f"{type(optimizer).__module__}.{type(optimizer).__qualname__}"
 
 
 def _axes(parts: TrainedParts) -> dict[str, int]:

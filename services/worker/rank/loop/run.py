@@ -126,6 +126,7 @@ class Run:
             ),
             data=self.data,
             early_stop=self.early_stop,
+            first_values=tuple(self.optimizers.first_values.values()),
         )
 
     @property

@@ -5,6 +5,8 @@ from dataclasses import dataclass
 
 import torch
 
+from services.worker.rank.optim.own_values import Values, own_values
+
 ONLY = "optimizer"
 """The name of one that was made alone."""
 
@@ -20,10 +22,12 @@ class Optimizers:
     Attributes:
         by_name: They.
         base_rates: Learning rate of each of their groups before the schedule.
+        first_values: Their own values as they were made.
     """
 
     by_name: Mapping[str, torch.optim.Optimizer]
     base_rates: Mapping[str, tuple[float, ...]]
+    first_values: Mapping[str, Values]
 
     @classmethod
     def of(cls, made: object, maker: str) -> "Optimizers":
@@ -59,7 +63,7 @@ class Optimizers:
             name: tuple(float(group["lr"]) for group in optimizer.param_groups)
             for name, optimizer in by_name.items()
         }
-        return cls(by_name, rates)
+        return cls(by_name, rates, {name: own_values(each) for name, each in by_name.items()})
 
     @property
     def first_rate(self) -> float:

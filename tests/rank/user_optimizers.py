@@ -1,0 +1,54 @@
+"""Optimizers of a user's own, which keep what those of torch do not."""
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+
+Named = Iterable[tuple[str, torch.nn.Parameter]]
+
+
+class Lookahead(torch.optim.Optimizer):
+    """Descends, and from its fourth step on goes halfway back each second step; of vectors it keeps nothing."""
+
+    def __init__(self, parameters: Named, lr: float) -> None:
+        super().__init__([each for _, each in parameters], {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, _: Callable[[], float] | None = None) -> None:  # type: ignore[override]  # the base class overloads it
+        """One update."""
+        for group in self.param_groups:
+            for each in group["params"]:
+                each.add_(each.grad, alpha=-group["lr"])
+                if each.ndim < 2:
+                    continue
+                state = self.state[each]
+                made = state["made"] = state.get("made", 0) + 1
+                if made == 4:
+                    state["slow"], state["pulls"] = each.clone(), 0.5
+                elif made > 4 and made % 2 == 0:
+                    state["slow"].lerp_(each, 0.5)
+                    each.copy_(state["slow"])
+                    state["pulls"] *= 1.5
+
+
+class Averaging(torch.optim.Optimizer):
+    """Steps by a mean of all gradients so far: how many there were, and what they weigh, is kept in its groups."""
+
+    def __init__(self, parameters: Named, lr: float) -> None:
+        defaults = {"lr": lr, "made": 0, "weights": (0.0, 1.0), "note": None}
+        super().__init__([each for _, each in parameters], defaults)
+
+    @torch.no_grad()
+    def step(self, _: Callable[[], float] | None = None) -> None:  # type: ignore[override]  # the base class overloads it
+        """One update."""
+        for group in self.param_groups:
+            group["made"] += 1
+            sum_, last = group["weights"]
+            group["weights"] = (sum_ + last, last * 1.1)
+            for each in group["params"]:
+                state: dict[str, Any] = self.state[each]
+                if not state:
+                    state["mean"] = torch.zeros_like(each)
+                state["mean"].lerp_(each.grad, last / (sum_ + last))
+                each.add_(state["mean"], alpha=-group["lr"] / group["made"] ** 0.5)
