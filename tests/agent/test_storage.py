@@ -5,6 +5,7 @@ import hashlib
 import itertools
 import os
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -92,6 +93,32 @@ def test_a_failure_behind_the_link_leaves_the_checkpoint_committed_and_reported_
     assert isinstance(fact, CheckpointLinked)
     assert (fact.number, fact.manifest) == (2, commit.manifest)
     assert CommitChain(storage.root, JOB).committed() == [commit.manifest]
+
+
+def test_a_commit_that_may_be_linked_is_a_condition_where_nothing_may_be_read(
+    storage: Storage, commit: CommitCheckpoint, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    chain = storage.root / JOB / "chain"
+    listed = Path.iterdir
+
+    def denied_once_linked(folder: Path) -> Iterator[Path]:
+        if folder == chain and (chain / "00000002.json").exists():
+            raise PermissionError(errno.EACCES, "Permission denied")
+        return listed(folder)
+
+    def denied(folder: Path) -> None:
+        list(denied_once_linked(folder))
+
+    with monkeypatch.context() as broken:
+        broken.setattr(Path, "iterdir", denied_once_linked)
+        broken.setattr(commit_chain, "sync_folder", denied)
+        fact = storage.commit(commit)
+    assert isinstance(fact, CheckpointLost)
+    assert "whether it is committed cannot be read" in str(fact.condition)
+    assert isinstance(storage.commit(commit), CheckpointLinked)
+    (found,) = storage.found_since(JOB)
+    assert (found.number, found.manifest) == (2, commit.manifest)
+    assert storage.found_since(JOB) == ()
 
 
 def test_a_job_that_could_not_be_looked_for_is_not_told_to_be_purged_while_it_is_there(

@@ -135,6 +135,11 @@ def test_a_checkpoint_whose_place_a_later_one_has_taken_is_given_up_on_a_full_di
     job = play(job, [began(job, 20), *votes(job, 20), not_linked(job, 20), not_linked(job, 10)]).job
     states = {each.step: each.state for each in job.checkpoints.values()}
     assert states == {10: CheckpointState.ABORTED, 20: CheckpointState.SEALED}
+    # Its agent may learn later that it was linked all the same.
+    job = play(job, [linked(job, 10), linked(job, 20)]).job
+    assert {each.state for each in job.checkpoints.values()} == {CheckpointState.COMMITTED}
+    assert job.latest_checkpoint is not None
+    assert job.latest_checkpoint.step == 20
 
 
 @pytest.mark.parametrize("kind", ["required", "best_effort"])

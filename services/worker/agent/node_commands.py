@@ -18,6 +18,7 @@ from services.contract.messages.commands import (
     VerifyCheckpoint,
 )
 from services.contract.messages.facts import (
+    CheckpointLinked,
     CheckpointLost,
     CheckpointUnread,
     ExportFailed,
@@ -113,7 +114,11 @@ class NodeCommands:
         facts: Sequence[Fact]
         match command:
             case CommitCheckpoint():
-                facts = (await in_storage_thread(self._storage.commit, command),)
+                told = await in_storage_thread(self._storage.commit, command)
+                found: Sequence[Fact] = ()
+                if isinstance(told, CheckpointLinked):
+                    found = await in_storage_thread(self._storage.found_since, command.job_id)
+                facts = (*found, told)
             case RetireCheckpoint():
                 facts = await self._retire(command)
             case RemoveTraces():

@@ -69,6 +69,26 @@ def test_a_commit_whose_answer_is_lost_is_one_commit(bucket: Place) -> None:
     assert "chain/00000003.json" not in bucket.names()
 
 
+def test_a_commit_that_nobody_could_read_is_tried_again_and_told_behind_a_later_one(
+    bucket: Place,
+) -> None:
+    assert bucket.server is not None
+    node = bucket.on("node-1")
+    node.open_attempt(launch(1))
+    first, later = bucket.save("node-1", 3), bucket.save("node-1", 6)
+    # It reads twice before it links, and nothing is answered from then on.
+    methods = ("GET", "HEAD", "PUT")
+    bucket.server.fail(Fault(methods=methods, within="chain", code="", status=403, after=2))
+    assert isinstance(node.commit(commit(first)), CheckpointLost)
+    assert node.found_since(JOB) == ()
+    bucket.server.repair()
+    assert isinstance(node.commit(commit(later)), CheckpointLinked)
+    (found,) = node.found_since(JOB)
+    assert (found.manifest, found.number) == (first, 2)
+    assert node.found_since(JOB) == ()
+    assert bucket.committed("node-1") == [3, 6]
+
+
 def test_a_listing_that_lacks_what_is_there_costs_no_record(bucket: Place) -> None:
     assert bucket.server is not None
     first, other = bucket.on("node-1"), bucket.on("node-2")

@@ -81,6 +81,7 @@ class Storage:
         self._node_id = node_id
         self._writing_cards = threading.Lock()
         self._ranks_are = ranks_are
+        self._in_doubt: dict[str, dict[str, CommitCheckpoint]] = {}
 
     def open_attempt(
         self, command: LaunchGang, progress: Progress | None = None
@@ -197,28 +198,51 @@ class Storage:
         )
 
     def commit(self, command: CommitCheckpoint) -> CheckpointLinked | CheckpointLost:
-        """Link the manifest, if every shard file lies there with its size."""
+        """Link the manifest, if every shard file lies there with its size.
+
+        One that may be linked, though the storage does not say it, is told as lost for a condition.
+        """
         manifest = command.manifest
         chain = self.chain(command.job_id)
+        is_asked = False
         try:
             self.files.require_known()
             # One that is linked stays linked, whatever became of its files since.
             if chain.read().number_of(manifest) is None:
                 self._check_shards(manifest, chain.shard_folder(manifest.checkpoint_id))
+            is_asked = True
             number = chain.append(manifest)
         except (ChainError, OSError) as error:
-            linked = _number_of(manifest, chain)
+            try:
+                linked = chain.read().number_of(manifest)
+            except OSError as unread:
+                lost = self._lost(command, error)
+                if not is_asked:
+                    return lost
+                self._in_doubt.setdefault(command.job_id, {})[manifest.checkpoint_id] = command
+                words = f"whether it is committed cannot be read on {self._node_id} ({unread})"
+                return lost.model_copy(update={"condition": lost.condition or words})
             if linked is None:
                 return self._lost(command, error)
             # The link is the commit, whatever failed behind it.
             _log.warning("failed_behind_a_link", checkpoint=manifest.checkpoint_id, why=str(error))
             number = linked
-        return CheckpointLinked(
-            job_id=command.job_id,
-            fence=command.fence,
-            node_id=self._node_id,
-            number=number,
-            manifest=manifest,
+        return self._linked(command, number)
+
+    def found_since(self, job_id: str) -> tuple[CheckpointLinked, ...]:
+        """Commits of the job that were told as lost while nothing could be read, and that stand in its chain."""
+        doubted = self._in_doubt.pop(job_id, {})
+        if not doubted:
+            return ()
+        try:
+            committed = self.chain(job_id).read().committed
+        except OSError:
+            self._in_doubt[job_id] = doubted
+            return ()
+        return tuple(
+            self._linked(doubted[manifest.checkpoint_id], number)
+            for number, manifest in committed.items()
+            if manifest.checkpoint_id in doubted
         )
 
     def retire(
@@ -382,6 +406,15 @@ class Storage:
             job_id=command.job_id, fence=command.fence, node_id=self._node_id, records=records
         )
 
+    def _linked(self, command: CommitCheckpoint, number: int) -> CheckpointLinked:
+        return CheckpointLinked(
+            job_id=command.job_id,
+            fence=command.fence,
+            node_id=self._node_id,
+            number=number,
+            manifest=command.manifest,
+        )
+
     def _lost(self, command: CommitCheckpoint, error: Exception) -> CheckpointLost:
         return CheckpointLost(
             job_id=command.job_id,
@@ -407,13 +440,6 @@ def _in_parts(
         part[number] = manifests[number]
         room -= size
     yield dict(sorted(part.items()))
-
-
-def _number_of(manifest: Manifest, chain: CommitChain) -> int | None:
-    try:
-        return chain.read().number_of(manifest)
-    except OSError:
-        return None
 
 
 @contextlib.contextmanager
