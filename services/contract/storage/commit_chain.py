@@ -195,7 +195,7 @@ class CommitChain:
         None while a record is damaged, for it may be the one that names them.
         """
         # Read before the folders are listed: what is abandoned now can never be named later.
-        reading = self.read()
+        reading = self._read_to_the_end()
         named = _named(reading)
         if named is None:
             return []
@@ -213,7 +213,7 @@ class CommitChain:
 
         Of use to nobody only while no attempt of the job runs. None while a record is damaged.
         """
-        named = _named(self.read())
+        named = _named(self._read_to_the_end())
         if named is None:
             return []
         found = self._files.folders(self._job / "shards", "ckpt_*")
@@ -221,7 +221,7 @@ class CommitChain:
         folders = (path for path in found if path.is_dir() or not os.path.lexists(path))
         left = sorted(itertools.islice((p for p in folders if p.name not in named), MOST_USELESS))
         # Read again: one may have been committed before it was listed.
-        named = _named(self.read()) if left else named
+        named = _named(self._read_to_the_end()) if left else named
         return [] if named is None else [path for path in left if path.name not in named]
 
     def drafts(self) -> list[Path]:
@@ -304,6 +304,23 @@ class CommitChain:
         shards = self._job / "shards"
         make_folders(shards, self._job.parent)
         user.take_over(shards)
+
+    def _read_to_the_end(self) -> ChainReading:
+        """As ``read``; also what a listing lacks of the last records, which may name what would be removed.
+
+        Raises:
+            StorageAwayError: A record is there, and no listing shows it.
+        """
+        earlier = None
+        while True:
+            reading = self.read()
+            beyond = self._path(len(reading.records) + len(reading.damaged) + 1)
+            self._files.pull_file(beyond)
+            if not os.path.lexists(beyond):
+                return reading
+            if beyond == earlier:
+                raise StorageAwayError(f"{beyond} is there, and the storage does not list it")
+            earlier = beyond
 
     def _last_number(self) -> int:
         found = (_RECORD.fullmatch(name) for name in self._names())

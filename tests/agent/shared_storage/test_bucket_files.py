@@ -123,6 +123,25 @@ def test_a_record_that_a_listing_leaves_out_between_others_is_read(bucket: Place
     assert list(reading.committed.values()) == [manifest]
 
 
+def test_shards_are_in_use_though_listings_lack_the_record_that_names_them(bucket: Place) -> None:
+    assert bucket.server is not None
+    bucket.on("node-1").open_attempt(launch(1))
+    bucket.on("node-1").commit(commit(bucket.save("node-1", 3)))
+    bucket.save("node-1", 6)
+    bucket.on("node-1").open_attempt(launch(2))
+    bucket.save("node-1", 9, fence=2)
+    names = ("opened-0002", "00000001.json")
+    keys = "".join(
+        f"<Contents><Key>{bucket.prefix}/{JOB}/chain/{name}</Key><Size>1</Size><ETag>x</ETag></Contents>"
+        for name in names
+    )
+    listed = f"<ListBucketResult><IsTruncated>false</IsTruncated>{keys}</ListBucketResult>"
+    bucket.server.fail(Fault(methods=("GET",), within="%2Fchain%2F", status=200, says=listed))
+    of_another = bucket.on("node-2").chain(JOB)
+    assert of_another.abandoned() == []
+    assert [path.name for path in of_another.uncommitted()] == [checkpoint_id(JOB, 9, 2)]
+
+
 def test_a_server_that_says_that_all_names_are_taken_is_a_condition(bucket: Place) -> None:
     assert bucket.server is not None
     bucket.on("node-1").open_attempt(launch(1))
