@@ -129,7 +129,7 @@ def test_what_an_optimizer_counts_in_its_groups_comes_back() -> None:
     def two_groups() -> torch.optim.Optimizer:
         groups: list[dict[str, Any]] = [
             {"params": [model.weight], "betas": (0.9, 0.9)},
-            {"params": [model.bias]},
+            {"params": [model.bias], "seen": [0, [1]]},
         ]
         return torch.optim.SGD(groups, lr=0.1)
 
@@ -138,6 +138,7 @@ def test_what_an_optimizer_counts_in_its_groups_comes_back() -> None:
     assert not any(changed(optimizer, first))
     optimizer.param_groups[0].update(lr=0.5, betas=(0.9, 0.5), weight=float("nan"))
     optimizer.param_groups[1]["nesterov"] = None
+    optimizer.param_groups[1]["seen"][1].append(2)
     state: dict[Any, Any] = optimizer.state
     state["made"] = 3
     saved = json.loads(json.dumps(changed(optimizer, first)))

@@ -1,5 +1,6 @@
 """Numbers that an optimizer keeps of itself, in its groups or under names of its state, and changes as it trains."""
 
+import copy
 import json
 from collections.abc import Mapping, Sequence
 from typing import Any, Final
@@ -32,7 +33,8 @@ def own_values(optimizer: torch.optim.Optimizer) -> Values:
                 f"the optimizer's state has a {type(each).__name__} under {key!r}, which is no parameter; only text, "
                 "numbers and lists of them can be saved there. Keep it with one of the parameters"
             )
-    return [*groups, beside]
+    # An optimizer may change a list in place.
+    return copy.deepcopy([*groups, beside])
 
 
 def changed(optimizer: torch.optim.Optimizer, first: Values) -> Values:
