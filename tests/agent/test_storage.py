@@ -112,9 +112,11 @@ def test_a_commit_that_may_be_linked_is_a_condition_where_nothing_may_be_read(
     with monkeypatch.context() as broken:
         broken.setattr(Path, "iterdir", denied_once_linked)
         broken.setattr(commit_chain, "sync_folder", denied)
-        fact = storage.commit(commit)
-    assert isinstance(fact, CheckpointLost)
-    assert "whether it is committed cannot be read" in str(fact.condition)
+        # What is asked again meets the fault in its first reading.
+        told = [storage.commit(commit) for _ in range(2)]
+    for fact in told:
+        assert isinstance(fact, CheckpointLost)
+        assert "whether it is committed cannot be read" in str(fact.condition)
     assert isinstance(storage.commit(commit), CheckpointLinked)
     (found,) = storage.found_since(JOB)
     assert (found.number, found.manifest) == (2, commit.manifest)

@@ -204,7 +204,7 @@ class Storage:
         """
         manifest = command.manifest
         chain = self.chain(command.job_id)
-        is_asked = False
+        is_asked = manifest.checkpoint_id in self._in_doubt.get(command.job_id, {})
         try:
             self.files.require_known()
             # One that is linked stays linked, whatever became of its files since.
