@@ -259,3 +259,29 @@ async def test_what_one_agent_adds_without_end_holds_up_no_facts_of_known_nodes(
         for node in (*nodes, "floods"):
             of_node = [int(body) for sender, body in came if sender == node]
             assert of_node == list(range(len(of_node)))
+
+
+@pytest.mark.redis
+@pytest.mark.anyio
+async def test_long_facts_of_one_node_hold_up_no_other_node_while_nodes_have_turns(
+    redis_url: str,
+) -> None:
+    nodes = [f"known-{number}" for number in range(4)]
+    long = "x" * keys.LONGEST_FACT
+    came: set[str | None] = set()
+    with Redis.from_url(redis_url) as redis:
+        redis.hset(keys.NODES, mapping=dict.fromkeys(nodes, "{}"))
+        redis.rpush(keys.FACT_SENDERS, *["floods"] * 3_000)
+        for node in nodes[2:]:
+            append_fact(redis, node, "{}")
+        async with redis_ports(redis_url) as ports:
+            await ports.facts.prepare()
+            for _ in range(2 * len(nodes)):
+                # Each of these fills what is taken at once.
+                for node in nodes[:2]:
+                    if not redis.llen(keys.node_facts(node)):
+                        append_fact(redis, node, long)
+                entries = await ports.facts.next(128, 1.0)
+                await ports.facts.acknowledge([entry.id for entry in entries])
+                came |= {entry.sender for entry in entries}
+    assert came >= {*nodes}

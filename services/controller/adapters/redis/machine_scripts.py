@@ -122,8 +122,8 @@ TAKE_FACTS: Final = """
 -- KEYS: facts, two lists of facts, two of their senders (of each two the older one first), nodes
 -- ARGV: how many, the fields of a fact and of its sender, the longest fact (of a longer one is kept that it was),
 -- about how long together, before and behind a node's id in the name of its list, how many senders may wait before
--- nodes have turns, and with which node these begin
--- Answers how many came in the two lists.
+-- nodes have turns, and behind which node these begin
+-- Answers how many came in the two lists, and behind which node the next turns begin.
 local left, longest, room = tonumber(ARGV[1]), tonumber(ARGV[4]), tonumber(ARGV[5])
 local function take(list, fact, ...)
   if type(fact) ~= 'string' then return false end
@@ -137,13 +137,14 @@ end
 for i = 2, 3 do
   while left > 0 and room > 0 and take(KEYS[i], redis.call('LINDEX', KEYS[i], 0)) do left = left - 1 end
 end
-local of_lists = ARGV[1] - left
+local of_lists, last = ARGV[1] - left, tonumber(ARGV[9])
 -- One agent may add senders, and facts of its own, without end: then half of what is taken is one fact of each node.
 if redis.call('LLEN', KEYS[4]) + redis.call('LLEN', KEYS[5]) > tonumber(ARGV[8]) then
   local nodes, most = redis.pcall('HKEYS', KEYS[6]), left / 2
-  for turn = 1, #nodes do
+  for _ = 1, #nodes do
     if left <= most or room <= 0 then break end
-    local node = nodes[(turn + ARGV[9]) % #nodes + 1]
+    last = last % #nodes + 1
+    local node = nodes[last]
     local list = ARGV[6] .. node .. ARGV[7]
     if take(list, redis.pcall('LINDEX', list, 0), ARGV[3], node) then left = left - 1 end
   end
@@ -168,5 +169,5 @@ for i = 4, 5 do
     redis.call('LPOP', KEYS[i])
   end
 end
-return of_lists
+return {of_lists, last}
 """

@@ -216,7 +216,7 @@ class RedisFacts:
         self._clients = clients
         self._take = clients.script(machine_scripts.TAKE_FACTS)
         self._last_of_the_last_release = -math.inf
-        self._turn = 0
+        self._last_turn = 0
 
     async def prepare(self) -> None:
         """See ``FactQueue.prepare``."""
@@ -253,9 +253,8 @@ class RedisFacts:
         return await self._taken(limit) if came is not None else []
 
     async def _taken(self, limit: int) -> list[FactEntry]:
-        self._turn += limit // 2
         with self._clients.answering(keys.FACTS, *_FACT_LISTS):
-            of_the_last_release = await self._take(
+            of_the_last_release, self._last_turn = await self._take(
                 keys=[keys.FACTS, *_FACT_LISTS, keys.NODES],
                 args=[
                     limit,
@@ -265,7 +264,7 @@ class RedisFacts:
                     keys.LONGEST_FACT,
                     *keys.node_facts("|").split("|"),
                     _SENDERS_IN_ORDER,
-                    self._turn,
+                    self._last_turn,
                 ],
             )
         if of_the_last_release:
