@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -53,6 +53,7 @@ def load_optimizer_state(
     saved: Iterable[SavedShard],
     *,
     later_keys: bool = False,
+    numbers: Collection[str] = (),
 ) -> None:
     """Fills the optimizer from shards named as by `optimizer_state`, saved at any world size.
 
@@ -66,7 +67,8 @@ def load_optimizer_state(
         saved: Shards of all ranks; names outside ``optim.`` are ignored.
         later_keys: Whether the optimizer is known to make entries in later steps than its first. Those that were
             saved and that it has not made are made: sharded as the parameter if they have its shape, else plain
-            tensors (numbers too).
+            tensors.
+        numbers: Keys of those later entries that are no tensors, but Python's numbers.
 
     Raises:
         CheckpointError: State was saved for a parameter or key that the optimizer does not
@@ -84,7 +86,7 @@ def load_optimizer_state(
             without.append(param)
     _make_state(optimizer, without)
     if later_keys:
-        _make_later_keys(model, optimizer, mine)
+        _make_later_keys(model, optimizer, mine, numbers)
     target = optimizer_state(model, optimizer)
     if unknown := sorted(names - target.keys()):
         raise CheckpointError(
@@ -133,7 +135,9 @@ def _make_state(optimizer: Optimizer, params: Sequence[nn.Parameter]) -> None:
         optimizer.state[param] = optimizer.state.pop(stand_in, {})
 
 
-def _make_later_keys(model: nn.Module, optimizer: Optimizer, saved: Sequence[SavedShard]) -> None:
+def _make_later_keys(
+    model: nn.Module, optimizer: Optimizer, saved: Sequence[SavedShard], numbers: Collection[str]
+) -> None:
     params = _params(model, optimizer)
     boxes: defaultdict[str, list[SavedShard]] = defaultdict(list)
     for shard in saved:
@@ -156,7 +160,7 @@ def _make_later_keys(model: nn.Module, optimizer: Optimizer, saved: Sequence[Sav
             if wanted.intersect(shard.box) is not None:
                 made = made.to(shard.read((slice(0, 0),) * len(shape)).dtype)
                 break
-        optimizer.state[param][key] = made
+        optimizer.state[param][key] = made.item() if key in numbers and not shape else made
 
 
 def _stand_in(param: nn.Parameter) -> nn.Parameter:

@@ -272,11 +272,12 @@ def test_state_that_an_optimizer_makes_in_later_steps_is_made_where_that_is_know
     saved = whole_shards(optimizer_state(source, optimizer))
     with pytest.raises(CheckpointError, match=r"this optimizer does not: \['optim\.bias\.kept'"):
         load_optimizer_state(other, fresh, saved)
-    load_optimizer_state(other, fresh, saved, later_keys=True)
+    load_optimizer_state(other, fresh, saved, later_keys=True, numbers=["made", "rate", "kept"])
     assert fresh.param_groups[0]["made"] == 0
     assert fresh.state[other.weight]["made"] == 2
     assert torch.equal(fresh.state[other.weight]["kept"], source.weight.bfloat16())
-    assert fresh.state[other.bias]["rate"].item() == 0.1
+    assert type(fresh.state[other.bias]["rate"]) is float
+    assert fresh.state[other.bias]["rate"] == 0.1
     boxes = [replace(each, fqn="optim.weight.rows") for each in halves(torch.ones(4, 3))]
     with pytest.raises(CheckpointError, match=r"does not: \['optim\.weight\.rows'\]"):
         load_optimizer_state(other, Later(other.parameters()), [*saved, *boxes], later_keys=True)

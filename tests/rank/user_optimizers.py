@@ -25,11 +25,12 @@ class Lookahead(torch.optim.Optimizer):
                 state = self.state[each]
                 made = state["made"] = state.get("made", 0) + 1
                 if made == 4:
-                    state["slow"], state["pulls"] = each.clone(), 0.5
+                    state["slow"], state["pulls"] = each.clone(), 1
                 elif made > 4 and made % 2 == 0:
-                    state["slow"].lerp_(each, 0.5)
+                    state["pulls"] += 1
+                    # If it came back as a tensor, this would be a float32.
+                    state["slow"].lerp_(each, (1 - 0.999 ** state["pulls"]) * 200)
                     each.copy_(state["slow"])
-                    state["pulls"] *= 1.5
 
 
 class Averaging(torch.optim.Optimizer):

@@ -39,7 +39,7 @@ from services.worker.rank.gang.groups import Gang
 from services.worker.rank.optim.ema import PREFIX as EMA
 from services.worker.rank.optim.ema import Ema
 from services.worker.rank.optim.loss_scale import LossScaler
-from services.worker.rank.optim.own_values import Values, changed, put_back
+from services.worker.rank.optim.own_values import Values, changed, number_keys, put_back
 from services.worker.rank.optim.several import parameters_of
 from services.worker.rank.seeds import derive
 
@@ -266,10 +266,11 @@ def _load_optimizers(
     classes = [_class_of(each) for each in parts.optimizers]
     are_alike = [each["class"] for each in saved] == classes
     taken: set[str] = set()
+    numbers = {key for about in saved for key in about.get("numbers", ())}
 
     def load(optimizer: torch.optim.Optimizer, mine: Sequence[SavedShard]) -> None:
         later = are_alike and not _is_torchs(_class_of(optimizer))
-        load_optimizer_state(parts.model, optimizer, mine, later_keys=later)
+        load_optimizer_state(parts.model, optimizer, mine, later_keys=later, numbers=numbers)
 
     for optimizer in others:
         held = {f"{OPTIMIZER}{names[each]}" for each in parameters_of(optimizer) if each in names}
@@ -285,7 +286,11 @@ def _load_optimizers(
 def _of_optimizers(parts: TrainedParts) -> list[dict[str, Any]]:
     """Their classes and what they have of their own; nothing where they are torch's and have nothing."""
     told: list[dict[str, Any]] = [
-        {"class": _class_of(optimizer), "changed": changed(optimizer, first)}
+        {
+            "class": _class_of(optimizer),
+            "changed": changed(optimizer, first),
+            "numbers": number_keys(optimizer),
+        }
         for optimizer, first in zip(parts.optimizers, parts.first_values, strict=True)
     ]
     is_plain = all(_is_torchs(each["class"]) and not any(each["changed"]) for each in told)

@@ -57,6 +57,20 @@ def changed(optimizer: torch.optim.Optimizer, first: Values) -> Values:
     ]
 
 
+def number_keys(optimizer: torch.optim.Optimizer) -> list[str]:
+    """The keys under which its state has Python's numbers for parameters."""
+    state: Mapping[Any, Any] = optimizer.state
+    of_parameters = [each for owner, each in state.items() if isinstance(owner, torch.Tensor)]
+    return sorted(
+        {
+            key
+            for kept in of_parameters
+            for key, each in kept.items()
+            if isinstance(each, int | float)
+        }
+    )
+
+
 def put_back(optimizer: torch.optim.Optimizer, saved: Values) -> None:
     """Sets what had changed when it was saved.
 
