@@ -166,14 +166,21 @@ def test_a_record_is_not_said_to_stand_before_its_name_is_durable(
     assert chain.append(opened(1)) == 1
 
 
-def test_a_chain_that_may_not_be_listed_is_no_empty_one() -> None:
-    """Otherwise its checkpoints are corrupt, and their shards of no use to anybody."""
+@contextlib.contextmanager
+def chain_that_others_reach() -> Iterator[tuple[Path, CommitChain]]:
+    """A storage and its chain of two records; pytest's own folders are closed to other users."""
     with tempfile.TemporaryDirectory() as folder:
         root = Path(folder)
         root.chmod(0o755)
         chain = CommitChain(root, JOB)
         for record in (opened(1), manifest(10)):
             chain.append(record)
+        yield root, chain
+
+
+def test_a_chain_that_may_not_be_listed_is_no_empty_one() -> None:
+    """Otherwise its checkpoints are corrupt, and their shards of no use to anybody."""
+    with chain_that_others_reach() as (root, chain):
         chain.shard_folder(manifest(10).checkpoint_id).mkdir(parents=True)
         for path in (root / JOB, root / JOB / "shards"):
             path.chmod(0o755)
@@ -188,12 +195,7 @@ def test_a_chain_that_may_not_be_listed_is_no_empty_one() -> None:
 
 def test_a_record_that_may_not_be_read_is_no_damaged_one() -> None:
     """Files are their user's alone: an agent of another user would call whole checkpoints corrupt."""
-    with tempfile.TemporaryDirectory() as folder:
-        root = Path(folder)
-        root.chmod(0o755)
-        chain = CommitChain(root, JOB)
-        for record in (opened(1), manifest(10)):
-            chain.append(record)
+    with chain_that_others_reach() as (root, chain):
         for path in (root / JOB, root / JOB / "chain", root / JOB / "chain" / "00000001.json"):
             path.chmod(0o755)
         (root / JOB / "chain" / "00000002.json").chmod(0o600 if os.geteuid() == 0 else 0)
