@@ -1,5 +1,5 @@
 // Written by `npm run types` from tests/controller/openapi.json; not to be edited.
-// document 1edaa94b79b9e4a204739752c5dfb6676863de6f44d86b29b361fe20520b859a
+// document 5c8bddd6b4a7dc79d54c530c9f420fcd09253381b07249441812fb43d8346cb0
 // types 3e424aa5c77829406b2d60b7b00e5dc9711e6e966f4921d9c908d2e034c09192
 
 export type paths = Record<string, never>;
