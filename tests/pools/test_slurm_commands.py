@@ -147,20 +147,23 @@ def test_what_runs_is_asked_to_end_and_cancelled_when_it_is_late(
 
 
 @pytest.mark.parametrize(
-    ("complaints", "is_refused"),
+    ("complaints", "code", "is_refused"),
     [
-        (("Kill job error on job id 3: Invalid job id specified",), False),
-        (("Kill job error on job id 3: Job/step already completing or completed",) * 2, False),
-        (("Kill job error on job id 3: Invalid job id specified", "Access denied"), True),
-        ((), True),
+        (("Kill job error on job id 3: Invalid job id specified",), 1, False),
+        (("Kill job error on job id 3: Job/step already completing or completed",) * 2, 1, False),
+        (("Kill job error on job id 3: Invalid job id specified", "Access denied"), 1, True),
+        ((), 1, True),
+        ((), 2017 % 256, False),
+        ((), 2021 % 256, False),
+        (("Access denied",), 2021 % 256, True),
     ],
 )
 def test_a_batch_job_that_has_ended_since_the_look_is_nothing_to_complain_of(
-    tmp_path: Path, complaints: tuple[str, ...], *, is_refused: bool
+    tmp_path: Path, complaints: tuple[str, ...], code: int, *, is_refused: bool
 ) -> None:
     line = "3|RUNNING|None|ours-id|meshloom owner=ours pool=hpc nodes=1"
     told = [f'echo "scancel: error: {complaint}" >&2' for complaint in complaints]
-    pool = pool_with(tmp_path, squeue=f'echo "{line}"', scancel="\n".join((*told, "exit 1")))
+    pool = pool_with(tmp_path, squeue=f'echo "{line}"', scancel="\n".join((*told, f"exit {code}")))
     expected = pytest.raises(PoolError) if is_refused else contextlib.nullcontext()
     with expected:
         asyncio.run(pool.release("id"))

@@ -34,6 +34,9 @@ _HELD: Final = frozenset(
 _AS_ASKED: Final = frozenset({"COMPLETING", "COMPLETED", "CANCELLED"})
 # What scancel says of a batch job that is at its end, and of one that Slurm has forgotten since the look.
 _HAS_ENDED: Final = ("already completed", "already completing", "invalid job id")
+# Without words it ends with the errno of these, ESLURM_INVALID_JOB_ID and ESLURM_ALREADY_DONE, of which an exit
+# code keeps the low 8 bits.
+_HAS_ENDED_CODES: Final = (2017 % 256, 2021 % 256)
 _LATE_S: Final = 15.0
 """So long after its grace a batch job that was asked to end is cancelled."""
 _LIMIT_NOTICE_S: Final = 10
@@ -230,8 +233,8 @@ class SlurmPool:
             return
         code, _, complaint = await self._run("scancel", *options, *map(str, numbers))
         told = [words for words in complaint.lower().split("scancel: error:") if words.strip()]
-        have_ended = told and all(any(end in words for end in _HAS_ENDED) for words in told)
-        if code and not have_ended:
+        have_ended = all(any(end in words for end in _HAS_ENDED) for words in told)
+        if code and not (have_ended if told else code in _HAS_ENDED_CODES):
             raise PoolError(complaint or f"scancel ended with {code}")
 
     async def _run(self, program: str, *words: str, stdin: str = "") -> tuple[int, str, str]:
