@@ -4,8 +4,10 @@ Write the present document with ``python -m tests.controller.test_openapi``.
 """
 
 import asyncio
+import hashlib
 import itertools
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +19,7 @@ from services.controller.api.guard import AccessPolicy
 from services.controller.api.monitoring import Monitor
 
 FROZEN = Path(__file__).parent / "openapi.json"
+TYPES = Path(__file__).parents[2] / "services/controller/dashboard/src/api/types.ts"
 
 
 def document() -> dict[str, Any]:
@@ -40,6 +43,15 @@ def test_every_error_is_promised_as_a_problem() -> None:
             for status, answer in operation["responses"].items():
                 if int(status) >= 400 and path.startswith("/v1"):
                     assert set(answer["content"]) == {"application/problem+json"}, (path, status)
+
+
+def test_the_dashboards_types_are_of_this_document_and_nobody_wrote_into_them() -> None:
+    head, _, body = TYPES.read_text(encoding="utf-8").partition("\n\n")
+    noted = dict(re.findall(r"^// (document|types) ([0-9a-f]{64})$", head, re.MULTILINE))
+    texts = {"document": FROZEN.read_text(encoding="utf-8"), "types": body}
+    assert noted == {
+        name: hashlib.sha256(text.encode()).hexdigest() for name, text in texts.items()
+    }, "run `npm --prefix services/controller/dashboard run types`"
 
 
 if __name__ == "__main__":
