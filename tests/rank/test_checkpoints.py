@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import threading
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -19,6 +20,7 @@ from services.contract.messages.rank_pipe import (
     RankCheckpointFailed,
     RankFailed,
     RankFinished,
+    RankFoundCorrupt,
     RankMessage,
     RankSeat,
     RankVote,
@@ -352,3 +354,35 @@ def test_an_optimizer_of_ones_own_goes_on_where_it_was(
     assert resumed.losses() == trained.of(job).losses_after(4)
     elsewhere = ranks.start(job, 3, fence=3, resume_from=source).succeeded()
     assert elsewhere.losses() == pytest.approx(trained.of(job).losses_after(4), abs=1e-5)
+
+
+@pytest.mark.ranks
+def test_what_each_rank_has_of_its_own_goes_on_where_it_was(
+    trained: Trained, ranks: Ranks, spec: Spec
+) -> None:
+    model = {"factory": "tests.rank.user_models:Centred", "args": {}}
+    wanted = {"train": {"eval_every": 3}, "model": model}
+    job = spec(**wanted)
+    source = trained.committed(3, ranks, job, units=()).checkpoint_id
+    resumed = ranks.start(job, fence=2, resume_from=source, units=()).succeeded()
+    whole = trained.of(job, units=())
+    assert resumed.losses() == whole.losses_after(3)
+    ends = [attempt.of_kind(0, RankVote)[-1].evaluation for attempt in (whole, resumed)]
+    assert ends[0] == ends[1]
+    # Elsewhere all go on with what rank 0 had.
+    ranks.start(job, 3, fence=3, resume_from=source, units=()).succeeded()
+
+
+@pytest.mark.ranks
+def test_an_optimizer_of_slices_goes_on_on_its_mesh_and_is_refused_on_another(
+    trained: Trained, ranks: Ranks, spec: Spec
+) -> None:
+    job = spec(optimizer={"factory": "tests.rank.user_optimizers:Slicewise", "args": {"lr": 0.5}})
+    source = trained.committed(3, ranks, job).checkpoint_id
+    resumed = ranks.start(job, fence=2, resume_from=source).succeeded()
+    assert resumed.losses() == trained.of(job).losses_after(3)
+    elsewhere = ranks.start(job, 1, fence=3, resume_from=source)
+    assert elsewhere.ended() == [1]
+    (failure,) = elsewhere.of_kind(0, RankFailed)
+    assert re.search(r"keeps optim\..* on each rank.*'dp_shard': 2", failure.error)
+    assert elsewhere.of_kind(0, RankFoundCorrupt) == []

@@ -99,6 +99,17 @@ def test_all_of_a_trainable_is_resumed_bit_for_bit_and_at_another_world_size(
 
 
 @pytest.mark.ranks
+def test_what_each_rank_of_a_trainable_has_of_its_own_is_resumed(
+    trained: Trained, ranks: Ranks, spec: Spec
+) -> None:
+    data, loss = {"factory": "tests.rank.user_vision:Pictures"}, {"factory": "cross_entropy"}
+    job = of(spec, "Remembering", data=data, loss=loss)
+    source = trained.committed(3, ranks, job).checkpoint_id
+    same = ranks.start(job, fence=2, resume_from=source).succeeded()
+    assert same.losses() == trained.of(job).losses_after(3)
+
+
+@pytest.mark.ranks
 def test_what_user_code_lacks_to_go_on_makes_no_checkpoint_corrupt(
     trained: Trained, ranks: Ranks, spec: Spec, gan: JobSpec
 ) -> None:

@@ -32,6 +32,26 @@ class Noisy(nn.Module):
         return logits
 
 
+class Centred(nn.Module):
+    """Keeps a mean of what its own rank has seen, as batch norm does, and takes it off; only its evaluation uses the norm's."""
+
+    seen: torch.Tensor
+
+    def __init__(self, dim: int = 16) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(VOCAB, dim)
+        self.norm = nn.BatchNorm1d(dim)
+        self.head = nn.Linear(dim, VOCAB, bias=False)
+        self.register_buffer("seen", torch.zeros(dim))
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.embedding(tokens)
+        if self.training:
+            self.seen.lerp_(x.detach().mean((0, 1)), 0.5)
+        logits: torch.Tensor = self.head(self.norm((x - self.seen).mT).mT)
+        return logits
+
+
 class Hashed(Noisy):
     """Has a place for every token in a small table."""
 

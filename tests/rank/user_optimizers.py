@@ -4,6 +4,7 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
+from torch.distributed.tensor import DTensor
 
 Named = Iterable[tuple[str, torch.nn.Parameter]]
 
@@ -53,3 +54,27 @@ class Averaging(torch.optim.Optimizer):
                     state["mean"] = torch.zeros_like(each)
                 state["mean"].lerp_(each.grad, last / (sum_ + last))
                 each.add_(state["mean"], alpha=-group["lr"] / group["made"] ** 0.5)
+
+
+class Slicewise(torch.optim.Optimizer):
+    """Computes with the slices of its rank alone: what it keeps has the shape of a slice, or none."""
+
+    def __init__(self, parameters: Named, lr: float) -> None:
+        super().__init__([each for _, each in parameters], {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, _: Callable[[], float] | None = None) -> None:  # type: ignore[override]  # the base class overloads it
+        """One update."""
+        for group in self.param_groups:
+            for each in group["params"]:
+                own, grad = _slice(each), _slice(each.grad)
+                state: dict[str, Any] = self.state[each]
+                if not state:
+                    state["mean"], state["size"] = torch.zeros_like(own), torch.zeros(())
+                state["mean"].mul_(0.9).add_(grad)
+                state["size"].mul_(0.9).add_(grad.norm())
+                own.add_(state["mean"] / (1 + state["size"]), alpha=-group["lr"])
+
+
+def _slice(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor

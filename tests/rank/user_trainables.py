@@ -106,6 +106,26 @@ class Alone(Trainable):
         return Classifier()
 
 
+class Remembering(Alone):
+    """Keeps how bright the pictures of its own rank were, and how many, of which its loss depends."""
+
+    def __init__(self) -> None:
+        self._bright = torch.zeros(())
+        self._seen = 0
+
+    def train_batch(self, batch: Batch, context: Context) -> Loss:
+        self._seen += len(batch[0]) * (1 + dist.get_rank())
+        self._bright = self._bright * 0.5 + batch[0].mean()
+        loss = context.loss(batch)["loss"]
+        return {"loss": loss * (1 + self._bright) + loss / self._seen}
+
+    def state_dict(self) -> Mapping[str, Any]:
+        return {"bright": self._bright, "seen": self._seen}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self._bright, self._seen = state["bright"], state["seen"]
+
+
 class Dependent(Gan):
     """Needs a server to go on, which is away."""
 

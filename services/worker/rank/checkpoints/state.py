@@ -28,6 +28,7 @@ from fsdp_core.checkpoint import (
     model_state,
     optimizer_state,
 )
+from services.worker.rank.checkpoints import own_tensors
 from services.worker.rank.checkpoints.beside import flattened, restored
 from services.worker.rank.checkpoints.random_state import (
     random_tensors,
@@ -172,7 +173,13 @@ def capture(
     entries = local_shards(state, parts.gang.mesh, all_save=whole_everywhere)
     tensors = {entry.fqn: entry.tensor for entry in entries}
     tensors |= random_tensors(parts.gang.device)
-    if parts.gang.rank == 0:
+    own: dict[str, torch.Tensor] = {}
+    if not whole_everywhere and _may_differ(parts, model):
+        names = own_tensors.differing(state, parts.gang.control)
+        own = {name: state[name].detach().contiguous() for name in names if state[name].numel()}
+    if parts.gang.rank != 0:
+        tensors |= {own_tensors.PREFIX + name: each for name, each in own.items()}
+    else:
         tensors |= {
             FILE + name: torch.frombuffer(bytearray(content), dtype=torch.uint8)
             for name, content in parts.files.items()
@@ -188,6 +195,8 @@ def capture(
         "boxes": boxes_of(entries),
         **random_text(),
     }
+    if own:
+        about["own"] = {name: tuple(each.shape) for name, each in own.items()}
     if told := _of_optimizers(parts):
         about["optimizers"] = told
     if beside.document:
@@ -199,9 +208,21 @@ def capture(
     lasting = frozenset(
         name
         for name in tensors
-        if name in sharded or name in changed_by_update or name.startswith(FILE)
+        if name in sharded
+        or name.removeprefix(own_tensors.PREFIX) in changed_by_update
+        or name.startswith(FILE)
     )
     return TrainingState(step, loss, tensors, as_text(about), lasting, evaluation or {})
+
+
+def _may_differ(parts: TrainedParts, model: Mapping[str, torch.Tensor]) -> bool:
+    """Whether a rank may have plain tensors with values of its own; every rank knows it of all."""
+    return (
+        parts.beside is not None
+        or not all(isinstance(each, DTensor) for each in model.values())
+        # What those of torch keep as plain tensors counts their steps.
+        or not all(_is_torchs(_class_of(each)) for each in parts.optimizers)
+    )
 
 
 def restore(parts: TrainedParts, readers: Iterable[Reader]) -> None:
@@ -217,15 +238,18 @@ def restore(parts: TrainedParts, readers: Iterable[Reader]) -> None:
         ValueError: A file's text is not what ``capture`` wrote.
     """
     abouts = [(reader, about_of(reader)) for reader in readers]
-    shards = [shard for reader, about in abouts for shard in saved_shards(reader, about["boxes"])]
+    place = (parts.gang.rank, _axes(parts))
+    same = next((each for each in abouts if (each[1]["rank"], each[1]["mesh"]) == place), None)
+    shards = list(_shards_for(same, abouts))
+    _, told = same or abouts[0]
     load_model_state(parts.model, shards)
-    _load_optimizers(parts, shards, abouts[0][1].get("optimizers", ()))
+    _load_optimizers(parts, shards, told.get("optimizers", ()))
     if parts.ema is not None:
         # A clone may begin to average with weights that were trained without.
         parts.ema.start_over()
         if any(shard.fqn.startswith(EMA) for shard in shards):
             fill_from_shards(parts.ema.tensors, shards)
-    if parts.beside is not None and (saved := abouts[0][1].get("beside")):
+    if parts.beside is not None and (saved := told.get("beside")):
         parts.beside.load_state_dict(restored(saved, shards, parts.beside.state_dict()))
     if parts.scaler is not None and (scale := abouts[0][1].get("scaler")):
         parts.scaler.restore(scale)
@@ -234,13 +258,38 @@ def restore(parts: TrainedParts, readers: Iterable[Reader]) -> None:
     step = abouts[0][1]["step"]
     if parts.data is not None:
         restore_position(parts.data, parts.data_digest, abouts[0][1])
-    for reader, about in abouts:
-        if (about["rank"], about["mesh"]) == (parts.gang.rank, _axes(parts)):
-            restore_random(parts.gang.device, reader, about)
-            return
+    if same is not None:
+        restore_random(parts.gang.device, *same)
+        return
     # On another mesh no saved rank is this one. A seed of its own is as good as any, and the same
     # whenever the same checkpoint is resumed on this mesh.
     torch.manual_seed(derive(parts.seed, "rank", parts.gang.data_rank, "resumed at", step))
+
+
+def _shards_for(
+    same: tuple[Reader, Mapping[str, Any]] | None,
+    abouts: Sequence[tuple[Reader, Mapping[str, Any]]],
+) -> Iterator[SavedShard]:
+    """What was saved for a rank, by the names of its state.
+
+    Args:
+        same: Of the rank that had its place on the same mesh; None where the mesh is another one.
+        abouts: Of all that saved.
+
+    Raises:
+        CheckpointError: It can go on on that mesh alone.
+    """
+    differing = {name for _, about in abouts for name in about.get("own", ())}
+    if same is None:
+        own_tensors.refuse_elsewhere(differing, OPTIMIZER, abouts[0][1]["mesh"])
+        differing = set()
+    for reader, about in abouts:
+        for shard in saved_shards(reader, about["boxes"]):
+            if shard.fqn not in differing:
+                yield shard
+    if same is not None:
+        reader, about = same
+        yield from own_tensors.own_shards(reader, about.get("own", {}), is_first=about["rank"] == 0)
 
 
 def restore_position(feed: Feed, digest: str, about: Mapping[str, Any]) -> None:
