@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from itertools import chain
 from typing import TYPE_CHECKING, Protocol, cast
 
 import torch
 
+from fsdp_core import torch_private
 from fsdp_core.checkpoint.fill import SavedShard, fill_from_shards
+from fsdp_core.checkpoint.local_shards import local_part
 from fsdp_core.errors import CheckpointError
 
 if TYPE_CHECKING:
@@ -20,7 +23,7 @@ def model_state(model: nn.Module) -> dict[str, torch.Tensor]:
     """Everything in ``model.state_dict()`` as ``model.<fqn>``, without communication.
 
     Sharded parameters are DTensors. A tied tensor appears once, under its first name. The
-    tensors share memory with the model.
+    tensors share memory with the model, except for what its hooks make for the state dict.
 
     Raises:
         CheckpointError: The state dict holds something that is no tensor (extra state).
@@ -42,7 +45,8 @@ def model_state(model: nn.Module) -> dict[str, torch.Tensor]:
 def load_model_state(model: nn.Module, saved: Iterable[SavedShard]) -> None:
     """Fills the model from shards named as by `model_state`, saved at any world size.
 
-    Gathers in flight are dropped, so that the next forward computes with what was loaded. Call it on all
+    If hooks of the model gave copies for its state dict, it takes the filled copies by its own
+    ``load_state_dict``. Gathers in flight are dropped, so that the next forward computes with what was loaded. Call it on all
     ranks: one that drops its gathers alone gets a `DesyncError` in the next forward.
 
     Args:
@@ -62,6 +66,20 @@ def load_model_state(model: nn.Module, saved: Iterable[SavedShard]) -> None:
         )
     _drop_gathers(model)
     fill_from_shards(target, mine)
+    if not _share_memory(model, target.values()):
+        model.load_state_dict(
+            {name.removeprefix(PREFIX): each for name, each in target.items()}, strict=False
+        )
+
+
+def _share_memory(model: nn.Module, state: Iterable[torch.Tensor]) -> bool:
+    own = {_memory(each) for each in chain(model.parameters(), model.buffers())}
+    return all(_memory(each) in own for each in state)
+
+
+def _memory(tensor: torch.Tensor) -> int | None:
+    _, local = local_part(tensor)
+    return torch_private.storage_start(local)
 
 
 class _Unit(Protocol):

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
+from typing import cast
 
 import pytest
 import torch
 from torch import nn
 
+from fsdp_core import fully_shard
 from fsdp_core.checkpoint import (
     SavedShard,
     fill_from_shards,
@@ -262,6 +264,58 @@ class Later(torch.optim.Optimizer):
                 if state["made"] > 1:
                     state["kept"] = param.bfloat16()
                     state["rate"] = 0.1
+
+
+@pytest.mark.ranks
+def test_a_model_whose_hooks_give_copies_takes_them_back(gangs: Gangs) -> None:
+    kept = [shard for rank in gangs(2).run(count) for shard in rank]
+    again = [shard for rank in gangs(2).run(take_back, kept) for shard in rank]
+    assert {shard.fqn for shard in kept} >= {"model.0.weight", "model._extra_state"}
+    for one, other in zip(kept, again, strict=True):
+        assert torch.equal(one.values, other.values), one.fqn
+
+
+class Counting(nn.Sequential):
+    """Counts its passes, and gives copies of all that it has."""
+
+    def __init__(self) -> None:
+        super().__init__(nn.Linear(4, 4), nn.Linear(4, 2))
+        self.passes = 0
+        self.register_state_dict_post_hook(give_copies)  # type: ignore[no-untyped-call]  # PyTorch's
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.passes += 1
+        first, second = self
+        return cast("torch.Tensor", second(first(x)))
+
+    def get_extra_state(self) -> torch.Tensor:
+        return torch.tensor(self.passes)
+
+    def set_extra_state(self, state: torch.Tensor) -> None:
+        self.passes = int(state)
+
+
+def give_copies(_: nn.Module, state: dict[str, torch.Tensor], *__: object) -> None:
+    state.update({name: each.clone() for name, each in state.items()})
+
+
+def counting(ctx: RankContext, seed: int) -> Counting:
+    torch.manual_seed(seed)
+    model = Counting().to(ctx.device)
+    fully_shard(model, mesh=ctx.mesh)
+    return model
+
+
+def count(ctx: RankContext) -> list[Stored]:
+    model = counting(ctx, 1)
+    model(ctx.batch(0, 3, 4)).sum().backward()
+    return stored(model, torch.optim.SGD(model.parameters()))
+
+
+def take_back(ctx: RankContext, shards: list[Stored]) -> list[Stored]:
+    model = counting(ctx, 2)
+    load_model_state(model, [shard.saved() for shard in shards])
+    return stored(model, torch.optim.SGD(model.parameters()))
 
 
 def test_state_that_an_optimizer_makes_in_later_steps_is_made_where_that_is_known() -> None:
