@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from fsdp_core.checkpoint import SavedShard
+from fsdp_core.errors import CheckpointError
 from services.worker.rank.checkpoints import beside, shard_file
 from services.worker.rank.checkpoints.random_state import random_tensors
 from services.worker.rank.checkpoints.state import about_of, as_text
@@ -84,6 +85,52 @@ def test_tensors_and_objects_are_filled_in_place_and_a_new_optimizer_gets_its_st
     assert [new is old for new, old in zip(found, second, strict=True)] == [True] * 3
     assert second[0].get_parameter("0.weight") is weight
     assert trained(second) == trained(first)
+
+
+class Wrapped(nn.Linear):
+    """Gives copies for its state, as wrappers do that gather shards for it, and counts how often it ran."""
+
+    def __init__(self) -> None:
+        super().__init__(2, 2)
+        self.passes = 0
+
+    def state_dict(self, *_: Any, **__: Any) -> dict[str, torch.Tensor]:  # type: ignore[override]  # noqa: ANN401 as torch's
+        return {name: each.clone() for name, each in super().state_dict().items()}
+
+    def get_extra_state(self) -> torch.Tensor:
+        return torch.tensor(self.passes)
+
+    def set_extra_state(self, state: torch.Tensor) -> None:
+        self.passes = int(state)
+
+
+class History:
+    """Grows."""
+
+    def __init__(self, *values: float) -> None:
+        self.values = torch.tensor(values)
+
+    def state_dict(self) -> dict[str, torch.Tensor]:
+        return {"values": self.values}
+
+    def load_state_dict(self, state: dict[str, torch.Tensor]) -> None:
+        self.values = state["values"]
+
+
+def test_a_module_that_gives_copies_takes_back_what_was_saved() -> None:
+    first, second = Wrapped(), Wrapped()
+    first.passes = 3
+    assert through_a_file({"m": first}, {"m": second})["m"] is second
+    assert torch.equal(second.weight, first.weight)
+    assert second.passes == 3
+
+
+def test_a_tensor_that_an_object_has_let_grow_comes_back() -> None:
+    first, second = History(1.0, 2.0), History()
+    through_a_file({"h": first}, {"h": second})
+    assert second.values.tolist() == [1.0, 2.0]
+    with pytest.raises(CheckpointError, match="has shape"):
+        through_a_file({"t": torch.ones(2)}, {"t": torch.ones(3)})
 
 
 def test_a_part_of_a_state_may_be_asked_for_and_what_was_not_saved_is_named() -> None:

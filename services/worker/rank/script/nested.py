@@ -4,6 +4,7 @@ Nothing is pickled, so nothing that is loaded can run code. What cannot be told 
 an error, which names its place in the state.
 """
 
+import itertools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
@@ -13,6 +14,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from fsdp_core import torch_private
 from fsdp_core.checkpoint import SavedShard, fill_from_shards
 from services.worker.rank.checkpoints.random_state import RANDOM_NAMES
 from services.worker.rank.checkpoints.shard_file import HEADER_NAME, can_hold, comes_back, free_name
@@ -175,7 +177,7 @@ class _Filling:
         own words are the object's to judge.
         """
         if _TENSOR in node:
-            return self._tensor(node, given)
+            return self._tensor(node, given, strict=strict)
         if _DICT in node:
             return self._dict(node[_DICT], given, place, strict=strict)
         if _OBJECT in node:
@@ -195,8 +197,9 @@ class _Filling:
         ]
         return items if kind == _LIST else tuple(items)
 
-    def _tensor(self, node: Node, given: object) -> torch.Tensor:
-        if isinstance(given, torch.Tensor):
+    def _tensor(self, node: Node, given: object, *, strict: bool) -> torch.Tensor:
+        # Whether an object takes a tensor of another shape, it decides itself: it may have grown.
+        if isinstance(given, torch.Tensor) and (strict or _is_like(given, node)):
             target = given.detach()
             answer = given
         else:
@@ -239,7 +242,7 @@ class _Filling:
                 "entry; build it with the configuration it was saved with"
             )
         loaded = self._dict(inner[_DICT], own, place, strict=True)
-        if not all(isinstance(value, torch.Tensor) for value in own.values()):
+        if not _are_live(own.values(), given):
             self.loads.append(lambda: given.load_state_dict(loaded))
         return given
 
@@ -266,6 +269,22 @@ def _optimizer_like(optimizer: Any, inner: Node) -> dict[str, Any]:  # noqa: ANN
             if _TENSOR in entry and tuple(entry["shape"]) == tuple(like.shape)
         }
     return {"state": places}
+
+
+def _is_like(tensor: torch.Tensor, node: Node) -> bool:
+    is_same = [*tensor.shape] == node["shape"] and str(tensor.dtype) == node["dtype"]
+    return is_same or isinstance(tensor, DTensor)
+
+
+def _are_live(values: Iterable[object], module: nn.Module) -> bool:
+    """Whether all are the module's own, and no copies that it gives and takes back, as wrappers of shards do."""
+    own = {_memory(each) for each in itertools.chain(module.parameters(), module.buffers())}
+    return all(isinstance(each, torch.Tensor) and _memory(each) in own for each in values)
+
+
+def _memory(tensor: torch.Tensor) -> int | None:
+    local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    return torch_private.storage_start(local)
 
 
 def _holds_tensors(value: object) -> bool:
