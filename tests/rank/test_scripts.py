@@ -224,3 +224,19 @@ def test_a_script_that_imports_from_a_package_with_our_name_hears_that_it_is_res
     (failed,) = attempt.of_kind(0, RankFailed)
     assert failed.error.startswith("ModuleNotFoundError: No module named 'services.mine': ")
     assert said.format(folder=folder) in failed.error
+
+
+def test_a_script_with_fsdp1_goes_on_and_may_not_save_the_slices_of_an_optimizer(
+    ranks: Ranks,
+) -> None:
+    programs = Path(__file__).parent / "programs"
+    whole = ranks.start(job("fsdp1_loop.py", ""), code=programs).succeeded()
+    source = whole.committed(2).checkpoint_id
+    again = ranks.start(
+        job("fsdp1_loop.py", ""), fence=2, resume_from=source, code=programs
+    ).succeeded()
+    assert again.losses() == {step: loss for step, loss in whole.losses().items() if step > 2}
+    refused = ranks.start(job("fsdp1_loop.py", "--optimizer"), fence=3, code=programs)
+    assert refused.ended() == [1, 1]
+    (failure,) = refused.of_kind(0, RankFailed)
+    assert "state['optimizer']: an optimizer of PyTorch's FSDP1" in failure.error

@@ -117,6 +117,12 @@ def _node(value: object, place: tuple[object, ...], tensors: dict[str, torch.Ten
     if isinstance(value, list | tuple):
         kind = _LIST if isinstance(value, list) else _TUPLE
         return {kind: [_node(item, (*place, i), tensors) for i, item in enumerate(value)]}
+    if _is_optimizer(value) and any(map(_is_flat_slice, _parameters(value))):
+        raise UnsavableStateError(
+            place,
+            "an optimizer of PyTorch's FSDP1 has slices of each rank's own as plain tensors, of which rank 0's alone would "
+            "be saved; shard with torch.distributed.fsdp.fully_shard",
+        )
     if _is_stateful(value):
         return {_OBJECT: _node(value.state_dict(), place, tensors)}  # type: ignore[attr-defined]  # looked for
     raise UnsavableStateError(place, f"a {type(value).__name__} cannot be saved")
@@ -247,6 +253,16 @@ class _Filling:
         return given
 
 
+def _parameters(optimizer: Any) -> list[torch.Tensor]:  # noqa: ANN401 (torch.optim's, or a wrapper of it)
+    return [param for group in optimizer.param_groups for param in group["params"]]
+
+
+def _is_flat_slice(param: torch.Tensor) -> bool:
+    # As `FlatParameter` has it, which is private to PyTorch.
+    whole = getattr(param, "_unpadded_unsharded_size", None)
+    return isinstance(whole, torch.Size) and param.numel() < whole.numel()
+
+
 def _is_optimizer(given: object) -> bool:
     return isinstance(getattr(given, "param_groups", None), list)
 
@@ -256,7 +272,7 @@ def _optimizer_like(optimizer: Any, inner: Node) -> dict[str, Any]:  # noqa: ANN
 
     What is shaped as its parameter lies as that does.
     """
-    params = [param for group in optimizer.param_groups for param in group["params"]]
+    params = _parameters(optimizer)
     saved = dict(dict(inner[_DICT])["state"][_DICT])
     places: dict[object, dict[object, torch.Tensor]] = {}
     for index, node in saved.items():
