@@ -1,25 +1,32 @@
 """What the kernel says of a process may be what the process made of it."""
 
 import contextlib
+import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 import tracemalloc
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
 import psutil
 import pytest
 
+from services.contract.messages.warm_channel import NODE_MARK
 from services.worker.agent.host.processes import (
+    _waiting,
     carries,
     is_dying,
     kill_tracers,
     marked,
     process_state,
+    sweep_sessions,
 )
 from tests.agent.conftest import is_gone
+from tests.disk import file_that_does_not_answer
 from tests.waiting import until
 
 PRELUDE = """
@@ -66,13 +73,30 @@ if os.fork() == 0:
     ready()
 threading.Event().wait()
 """
+# One thread reads, by way of the process's memory, what a server is to bring; a second one wants to change that
+# memory, and all who come later wait behind it.
+HELD = """
+libc.mmap.restype = ctypes.c_void_p
+def hold():
+    file = os.open(sys.stdin.readline().rstrip(), os.O_RDONLY)
+    size = os.fstat(file).st_size
+    place = libc.mmap(None, ctypes.c_size_t(size), 1, 1, file, ctypes.c_long(0))
+    memory = os.open("/proc/self/mem", os.O_RDONLY)
+    threading.Thread(target=os.pread, args=(memory, 1, place), daemon=True).start()
+    sys.stdin.readline()
+    libc.mmap(None, ctypes.c_size_t(4096), 1, 0x22, -1, ctypes.c_long(0))
+threading.Thread(target=hold, daemon=True).start()
+ready()
+"""
 
 
 @contextmanager
 def running(program: str) -> Iterator[tuple["subprocess.Popen[bytes]", int]]:
     """A process, and the number of the one that says that it is ready."""
     with subprocess.Popen(
-        [sys.executable, "-c", PRELUDE + program], stdout=subprocess.PIPE
+        [sys.executable, "-c", PRELUDE + program],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
     ) as process:
         assert process.stdout is not None
         said = int(process.stdout.readline())
@@ -103,6 +127,44 @@ def test_of_a_process_that_says_its_environment_is_large_no_more_is_read_than_th
         finally:
             tracemalloc.stop()
     assert peak < 64 << 20
+
+
+def test_a_process_that_holds_its_memory_keeps_no_other_from_being_found(tmp_path: Path) -> None:
+    """Where a server or a driver is away, whoever reads that process's environment waits as long."""
+    mark, found = f"loom-1-{tmp_path.name}", list[list[int]]()
+    with running(HELD) as (held, _), file_that_does_not_answer(tmp_path / "file") as asked:
+        tell(held, f"{tmp_path / 'file'}\n")
+        assert asked.wait(20)
+        tell(held, "\n")
+        until(lambda: states(held.pid).count("D") == 1)
+        with subprocess.Popen(
+            ["sleep", "60"], env={NODE_MARK: mark}, start_new_session=True
+        ) as left:
+            sessions = {os.getsid(held.pid), left.pid}
+            until(lambda: Path(f"/proc/{left.pid}/environ").read_bytes() != b"")
+
+            def look() -> None:
+                found.append([process.pid for process in marked(mark)])
+                found.append(sweep_sessions(mark, sessions))
+
+            looking = threading.Thread(target=look, daemon=True)
+            looking.start()
+            looking.join(20)
+            left.kill()
+        assert found == [[left.pid], [left.pid]]
+        assert states(held.pid).count("D") == 1
+    until(lambda: marked("no mark at all") == [] and not _waiting)
+
+
+def tell(process: "subprocess.Popen[bytes]", words: str) -> None:
+    assert process.stdin is not None
+    process.stdin.write(words.encode())
+    process.stdin.flush()
+
+
+def states(pid: int) -> list[str]:
+    """Of all threads of a process."""
+    return [process_state(int(thread.name)) for thread in Path(f"/proc/{pid}/task").iterdir()]
 
 
 @pytest.mark.parametrize(

@@ -179,7 +179,7 @@ class Supervisor:
             for key, gang in self._gangs.items():
                 gang.tick(pauses=is_full())
                 if key not in self._silent | self._swept.keys() and gang.silent():
-                    # Beside the others: it reads what all processes of the machine show of themselves.
+                    # Beside the others: it looks at all processes of the machine.
                     self._swept[key] = asyncio.create_task(self._sweep(key, gang))
             self._settle(only_fenced=True)
             with contextlib.suppress(TimeoutError):

@@ -2,11 +2,13 @@
 
 import contextlib
 import os
+import queue
 import re
 import select
 import signal
 import subprocess
-from collections.abc import Collection, Iterator
+import threading
+from collections.abc import Collection, Iterable, Iterator
 from pathlib import Path
 from typing import Final
 
@@ -20,8 +22,12 @@ _DIES_WITHIN_S: Final = 5.0
 _PF_EXITING: Final = 0x4
 _FLAGS_FIELD: Final = 6  # of /proc/<pid>/stat, counted after the command's closing parenthesis
 _MOST_ENVIRONMENT: Final = 8 << 20
+_ANSWERS_WITHIN_S: Final = 2.0
+_ANSWERS_AT_LEAST_S: Final = 0.2
 _BEFORE_A_NAME: Final = (b"", b"\0")
 _BEHIND_A_MARK: Final = (b"", b"\0", b"/")
+_waiting: Final[dict[int, threading.Thread]] = {}
+"""By process, who was left behind with it."""
 _ITS_PARENT: Final = re.compile(rb"^PPid:\s*(\d+)$", re.MULTILINE)
 _ITS_TRACER: Final = re.compile(rb"^TracerPid:\s*(\d+)$", re.MULTILINE)
 
@@ -116,30 +122,100 @@ def sweep(mark: str, spared: Collection[int] = ()) -> list[int]:
 def sweep_sessions(mark: str, sessions: Collection[int]) -> list[int]:
     """SIGKILL what the ranks with these pids left behind: the members of their sessions."""
     killed = []
-    for process in marked(mark):
-        with contextlib.suppress(psutil.Error, ProcessLookupError):
-            if os.getsid(process.pid) in sessions:
-                process.kill()
-                killed.append(process.pid)
+    # The sessions first: no other process of the machine is read.
+    for process in _marked_of(_members(sessions), mark):
+        with contextlib.suppress(psutil.Error):
+            process.kill()
+            killed.append(process.pid)
     return killed
 
 
 def marked(mark: str) -> list[psutil.Process]:
     """The live processes whose environment carries this mark (zombies have none).
 
-    A node's mark stands for those of all lives of its agent, which are ``<node's>/<life>``.
+    A node's mark stands for those of all lives of its agent, which are ``<node's>/<life>``. Processes whose
+    memory does not answer are passed over: see `_Reader`.
     """
-    own = os.getpid()
-    found = []
+    return list(_marked_of(psutil.pids(), mark))
+
+
+def _marked_of(pids: Iterable[int], mark: str) -> Iterator[psutil.Process]:
+    for pid, waiting in list(_waiting.items()):
+        if not waiting.is_alive():
+            _waiting.pop(pid, None)
+    own, reader = os.getpid(), _Reader()
+    try:
+        for pid in pids:
+            if pid == own or pid in _waiting:
+                continue
+            environment = reader.read(pid)
+            if environment is None:
+                reader = _Reader()
+            elif carries(environment, mark):
+                with contextlib.suppress(psutil.Error):
+                    yield psutil.Process(pid)
+    finally:
+        reader.end()
+
+
+def _members(sessions: Collection[int]) -> Iterator[int]:
     for pid in psutil.pids():
+        with contextlib.suppress(OSError):  # it has ended
+            if os.getsid(pid) in sessions:
+                yield pid
+
+
+class _Reader:
+    """A thread that reads environments of processes, and is left behind with one that does not answer.
+
+    The kernel keeps whoever reads a process's memory waiting while that process changes what it maps. A call to
+    a server or a device that is away makes this last as long, whosever the process is.
+    """
+
+    def __init__(self) -> None:
+        self._asked: queue.SimpleQueue[int | None] = queue.SimpleQueue()
+        self._answers: queue.SimpleQueue[bytes] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._work, name="environments", daemon=True)
+        self._reads = True
+        try:
+            self._thread.start()
+        except (
+            RuntimeError
+        ):  # ranks may have taken all that the system has: then whoever asks reads
+            self._reads = False
+
+    def read(self, pid: int) -> bytes | None:
+        """What a process shows of its environment; None where it does not answer, and this reader is of no more use."""
+        if not self._reads:
+            return _environment(pid)
+        self._asked.put(pid)
+        # Where somebody has made many of these, they are waited for less.
+        within_s = max(_ANSWERS_WITHIN_S / (1 + len(_waiting)), _ANSWERS_AT_LEAST_S)
+        try:
+            return self._answers.get(timeout=within_s)
+        except queue.Empty:
+            _waiting[pid] = self._thread
+            self.end()
+            return None
+
+    def end(self) -> None:
+        """Nothing more is asked."""
+        self._asked.put(None)
+
+    def _work(self) -> None:
+        while (pid := self._asked.get()) is not None:
+            self._answers.put(_environment(pid))
+
+
+def _environment(pid: int) -> bytes:
+    """Empty where it is gone or may not be read."""
+    try:
         # Read plainly: psutil parses the whole environment, of every process of the machine.
-        with contextlib.suppress(OSError, psutil.Error):
+        with Path(f"/proc/{pid}/environ").open("rb") as file:
             # No more than exec takes: a process can name all of its memory as its environment.
-            with Path(f"/proc/{pid}/environ").open("rb") as file:
-                environment = file.read(_MOST_ENVIRONMENT)
-            if pid != own and carries(environment, mark):
-                found.append(psutil.Process(pid))
-    return found
+            return file.read(_MOST_ENVIRONMENT)
+    except OSError:
+        return b""
 
 
 def carries(environment: bytes, mark: str) -> bool:
