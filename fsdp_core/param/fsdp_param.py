@@ -94,7 +94,8 @@ class FSDPParam:
         self.sharded_param = nn.Parameter(
             self._spec.sharded(self._seen(padded)), requires_grad=choice.original.requires_grad
         )
-        self._is_extended = is_extended(self._local, self.fqn)
+        self._taken_over = self._local
+        self._is_extended = is_extended(self._taken_over, self.fqn)
         self.slot.register(self.sharded_param)
 
     def _cut(self, whole: torch.Tensor, dim: int | None) -> tuple[Slicing, torch.Tensor]:
@@ -137,6 +138,11 @@ class FSDPParam:
     def may_have_grad(self) -> bool:
         """Whether some rank may have a gradient that is not reduced."""
         return self.is_trainable or self.awaits_reduce
+
+    @property
+    def is_converted(self) -> bool:
+        """Whether the slice became another tensor: by `Module.to` of a part of the unit, for example."""
+        return self._local is not self._taken_over
 
     @property
     def is_meta(self) -> bool:
@@ -227,7 +233,7 @@ class FSDPParam:
         """
         self._take_over(self.slot.registered())
         self.slot.register(self.sharded_param)  # at all places: ties survive an assignment to one
-        local = self._local
+        local = self._taken_over = self._local
         self._set_extended(is_extended(local, self.fqn))
         if self._is_extended and self.post_forward is not None:
             raise cannot_keep_part("extended", self.fqn)
@@ -241,7 +247,7 @@ class FSDPParam:
                 padded = slices.pad(physical, self.slicing)
             padded = self._memory.keep(padded)
             if padded is not physical:
-                torch_private.replace_local(self._dtensor, self._seen(padded))
+                self._replace_local(padded)
         self._set_send_data(padded.view(-1))
 
     # -- What a gather sends and fills
@@ -298,8 +304,7 @@ class FSDPParam:
         """Moves the slice to `memory`, 1D, of the original dtype and `slicing.row` elements."""
         with torch_private.outside_inference_mode(), torch.no_grad():
             memory.copy_(self._send_data)
-            padded = memory.view(self.slicing.padded_shape)
-            torch_private.replace_local(self._dtensor, self._seen(padded))
+            self._replace_local(memory.view(self.slicing.padded_shape))
         self._set_send_data(memory)
 
     def share_whole(self, memory: torch.Tensor | None) -> None:
@@ -425,6 +430,10 @@ class FSDPParam:
             hook(sharded)
 
     # -- Inside
+
+    def _replace_local(self, padded: torch.Tensor) -> None:
+        self._taken_over = self._seen(padded)
+        torch_private.replace_local(self._dtensor, self._taken_over)
 
     def _set_extended(self, value: bool) -> None:  # noqa: FBT001 - a setter
         if value != self._is_extended:

@@ -118,6 +118,7 @@ class OwnedParam(FSDPParam):
         kept = local if local.is_meta else self._memory.keep(local)
         if kept is not local:
             torch_private.replace_local(registered, kept)
+        self._taken_over = kept
 
     def add_own_grad(self, own: torch.Tensor, comm: CommContext, stream: Stream) -> None:
         """As FSDPParam's with a 1D slice; elsewhere than on the owner it is empty."""

@@ -148,6 +148,8 @@ class FSDPParamGroup:
         """
         if self.is_unsharded or self.is_gathering:
             return
+        if not self._is_post_forward and any(param.is_converted for param in self.params):
+            self.refresh()
         if after_compute:
             comm.streams.wait_stream(Stream.PACK, Stream.COMPUTE)
             comm.streams.wait_stream(Stream.GATHER, Stream.COMPUTE)

@@ -11,10 +11,11 @@ from weakref import ref
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
 
-from fsdp_core import MixedPrecisionPolicy, Owned, ShardedState, fully_shard
+from fsdp_core import MixedPrecisionPolicy, Owned, ShardedState, SharedMemoryPolicy, fully_shard
 from fsdp_core.errors import ArgumentError
 from fsdp_core.options import PlacementFn
 from fsdp_core.param.grouping import charge_of
@@ -156,6 +157,42 @@ def check_dtype_change(ctx: RankContext) -> None:
     assert model.embed.weight.dtype == torch.float64
     backward_once(ctx, model)
     assert cast("torch.Tensor", model.embed.weight.grad).dtype == torch.float64
+
+
+@pytest.mark.parametrize(
+    "shared", [None, SharedMemoryPolicy(), SharedMemoryPolicy(share_storage=True)]
+)
+@pytest.mark.parametrize("way", ["dtype", "empty"])
+def test_a_part_of_a_unit_that_is_converted_trains_on(
+    gangs: Gangs, way: str, shared: SharedMemoryPolicy | None
+) -> None:
+    gangs(2).run(check_converted_part, way, shared)
+
+
+def check_converted_part(ctx: RankContext, way: str, shared: SharedMemoryPolicy | None) -> None:
+    """No unit itself, so that nothing tells the engine; its slices are new tensors since."""
+    plain = nn.Sequential(nn.Linear(4, 5), nn.Linear(5, 2)).to(ctx.device)
+    model = copy.deepcopy(plain)
+    fully_shard(model, mesh=ctx.mesh, shared_memory=shared)
+    optimizers = [torch.optim.SGD(each.parameters(), lr=0.1) for each in (plain, model)]
+    x = torch.ones(3, 4, device=ctx.device)
+    for step in range(4):
+        losses = [each(x).square().mean() for each in (plain, model)]
+        torch.testing.assert_close(losses[1], losses[0])
+        for loss, optimizer in zip(losses, optimizers, strict=True):
+            torch.autograd.backward(loss)
+            optimizer.step()
+            optimizer.zero_grad()
+        if step != 1:
+            continue
+        for part in (plain[0], model[0]):
+            if way == "dtype":
+                part.double().float()
+                continue
+            part.to_empty(device=ctx.device)
+            for param in part.parameters():
+                nn.init.constant_(param, 0.25)
+        dist.barrier()  # with one copy, others may not read before all have written
 
 
 def test_precision_policy_casts_compute_and_keeps_the_rest(gangs: Gangs) -> None:

@@ -6,9 +6,10 @@ from typing import Literal
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 
-from fsdp_core import fully_shard
+from fsdp_core import SharedMemoryPolicy, fully_shard
 from tests.engine.gang import Gangs, RankContext
 from tests.engine.models import VOCAB, WIDTH, Decoder, decoder, loss_of, tokens_of
 from tests.engine.sharded import held_unsharded_bytes, local, state, unit
@@ -115,3 +116,41 @@ def check_tied_again(ctx: RankContext) -> None:
     assert isinstance(weight, nn.Parameter)
     assert weight.grad is not None
     assert len(list(model.parameters())) == 1
+
+
+@pytest.mark.parametrize(
+    "shared", [None, SharedMemoryPolicy(), SharedMemoryPolicy(share_storage=True)]
+)
+@pytest.mark.parametrize("vocabulary", [10, 11])
+@pytest.mark.parametrize("units", [1, 2])
+def test_a_tie_made_after_sharding_trains_as_in_one_process(
+    gangs: Gangs, units: int, vocabulary: int, shared: SharedMemoryPolicy | None
+) -> None:
+    gangs(2).run(check_late_tie, units, vocabulary, shared)
+
+
+def check_late_tie(
+    ctx: RankContext, units: int, vocabulary: int, shared: SharedMemoryPolicy | None
+) -> None:
+    """Both places keep a slice to send; the optimizer updates only one parameter."""
+    alone, model = (
+        nn.Sequential(nn.Embedding(vocabulary, 4), nn.Linear(4, vocabulary, bias=False))
+        for _ in range(2)
+    )
+    model.load_state_dict(alone.state_dict())
+    if units == 2:
+        fully_shard(model[1], mesh=ctx.mesh, shared_memory=shared)
+    fully_shard(model, mesh=ctx.mesh, shared_memory=shared)
+    for each in (alone, model):
+        each[1].weight = each[0].weight
+    optimizers = [torch.optim.SGD(each.parameters(), lr=0.5) for each in (alone, model)]
+    tokens = torch.arange(vocabulary)
+    dist.barrier()
+    for _ in range(4):
+        losses = [nn.functional.cross_entropy(each(tokens), tokens) for each in (alone, model)]
+        torch.testing.assert_close(losses[1], losses[0])
+        for loss, optimizer in zip(losses, optimizers, strict=True):
+            torch.autograd.backward(loss)
+            optimizer.step()
+            optimizer.zero_grad()
+    assert model[0].weight is model[1].weight
