@@ -8,6 +8,7 @@ import random
 import threading
 from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import pytest
 from redis import Redis
@@ -212,6 +213,40 @@ async def test_a_write_by_a_controller_that_tells_no_changes_is_found(redis_url:
         (seen,) = await here.active()
         assert (seen.job.id, seen.job.reason, seen.version) == (goes_on.id, "another", 2)
         assert (await there.jobs.counts())[JobState.CANCELLED] == 1
+
+
+async def test_jobs_that_are_written_while_all_are_compared_do_not_have_all_asked_for(
+    redis_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Thousands wait and somebody submits: each comparison meets a new one."""
+    monkeypatch.setattr(working_set, "_FEW", -1)
+    with Redis.from_url(redis_url, decode_responses=True) as redis:
+        async with connected(redis_url) as clients, redis_ports(redis_url) as there:
+            here = RedisJobs(clients, compared_every_s=0.0)
+            pair = Pair(dataclasses.replace(there, jobs=here), there, redis)
+            names = [await pair.keep(number) for number in range(150)]
+            assert sorted(await pair.seen()) == sorted(names)
+            jobs = here._active
+            compare, ask = jobs._digest, jobs._stamps_of
+            asked_for: list[str] = []
+
+            async def compare_late(**asked: Any) -> Any:  # noqa: ANN401 passed through
+                names.append(await pair.keep(len(names)))
+                return await compare(**asked)
+
+            async def ask_noted(names: Sequence[str]) -> dict[str, str]:
+                asked_for.extend(names)
+                return await ask(names)
+
+            monkeypatch.setattr(jobs, "_digest", compare_late)
+            monkeypatch.setattr(jobs, "_stamps_of", ask_noted)
+            read = pair.records_read()
+            assert set(names[:150]) <= (await pair.seen()).keys()
+            monkeypatch.undo()
+            later = set(names[150:])
+            assert later >= set(asked_for)
+            assert 0 < pair.records_read() - read <= len(later)
+            assert sorted(await pair.seen()) == sorted(names)
 
 
 async def test_a_redis_that_takes_no_writes_hides_no_active_jobs(redis_url: str) -> None:

@@ -277,8 +277,8 @@ return 'ok'
 
 
 DIGEST_ACTIVE: Final = """
--- KEYS: active jobs; ARGV: what the names of their records begin with
--- The records are not named one by one: there may be thousands.
+-- KEYS: active jobs; ARGV: what the names of their records begin with, whether the lines themselves are wanted
+-- ('1') or their digest. The records are not named one by one: there may be thousands.
 local ids = redis.call('SMEMBERS', KEYS[1])
 table.sort(ids)
 for i, id in ipairs(ids) do
@@ -287,7 +287,8 @@ for i, id in ipairs(ids) do
   version = type(version) == 'string' and version or ''
   ids[i] = id .. ' ' .. version .. ' ' .. (type(length) == 'number' and length or 0)
 end
-return redis.sha1hex(table.concat(ids, '\\n'))
+local lines = table.concat(ids, '\\n')
+return ARGV[2] == '1' and lines or redis.sha1hex(lines)
 """
 
 
