@@ -249,6 +249,43 @@ def test_what_is_brought_back_of_an_ended_job_goes_again(plane: ControlPlane) ->
     assert not plane.redis.keys(f"{keys.recalled(job_id)}*")
 
 
+def test_what_is_brought_back_of_many_ended_jobs_takes_so_much_and_the_first_of_it_goes(
+    plane: ControlPlane, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whoever may read has it brought back, of each job up to a fiftieth of Redis's memory."""
+    names = []
+    for _ in range(4):
+        gang = trained(plane)
+        names.append(gang.job_id)
+        closes(plane, ended(plane, gang))
+        forget(plane.redis, gang.job_id)
+    held = {"steps": [(f"{at}-0", step(at).model_dump_json()) for at in range(1, 400)]}
+
+    def here() -> list[bool]:
+        return [bool(plane.redis.exists(keys.job_records(name))) for name in names]
+
+    monkeypatch.setattr(keys, "RECALLED_BYTES", 1 << 16)
+    for name in names[:2]:
+        answer_next_question(plane, name, held)
+        assert len(metrics(plane, name)) == 399
+    both = sum(int(str(plane.redis.memory_usage(keys.job_steps(name)))) for name in names[:2])
+    assert both > keys.RECALLED_BYTES
+    # Who asked a moment ago still reads.
+    assert here() == [True, True, False, False]
+    # One that goes on, as after a resume.
+    for key in (keys.job_records, *STREAMS):
+        plane.redis.persist(key(names[0]))
+    monkeypatch.setattr(keys, "RECALLED_STAYS_S", 0)
+    answer_next_question(plane, names[2], held)
+    assert len(metrics(plane, names[2])) == 399
+    assert here() == [True, False, True, False]
+    assert len(rows(plane.redis, keys.job_steps(names[0]))) == 399
+    assert not plane.redis.exists(keys.job_steps(names[1]))
+    # It is brought again for whoever reads it.
+    answer_next_question(plane, names[1], held)
+    assert len(metrics(plane, names[1])) == 399
+
+
 def test_nothing_of_a_question_that_nobody_answers_stays(plane: ControlPlane) -> None:
     gang = trained(plane)
     forget(plane.redis, gang.job_id)

@@ -20,6 +20,7 @@
 | ``ml:job:<id>:last`` | hash: ``steps``, ``metrics``: the newest few, a JSON a line; ``events``: the first that is kept beside them | from the end of a job whose records storage has, with the job |
 | ``ml:job:<id>:recalled`` | hash: ``asked``: by whom records are wanted back from storage, ``done`` | TTL, until they are back |
 | ``ml:job:<id>:recalled:steps``, ``…:metrics``, ``…:logs``, ``…:events`` | stream: what an agent reads there | the same |
+| ``ml:jobs:recalled`` | zset: ``<id>`` of ended jobs whose records were brought back, by time in µs | TTL 15 min, when the last one was |
 | ``ml:job:<id>:stacks`` | hash: rank to RankStacks JSON | with the job, 7 days after its end |
 | ``ml:job:<id>:checkpoints`` | hash: checkpoint id to JSON | with the job (an index of storage) |
 | ``ml:jobs:changes`` | stream: ``m`` = job id, ``v`` = its version, ``a`` = 1 while it is active | permanent, trimmed |
@@ -62,7 +63,7 @@
 | ``ml:audit:refused`` | stream: the same of what was refused | permanent, trimmed |
 | ``ml:wake`` | pub/sub channel | never stored; only wakes |
 
-In the names of ``ranks``, ``steps``, ``metrics``, ``logs``, ``records`` and ``recalled``, ``<id>`` is
+In ``ml:jobs:recalled``, and in the names of ``ranks``, ``steps``, ``metrics``, ``logs``, ``records`` and ``recalled``, ``<id>`` is
 what ``telemetry_name`` answers.
 """
 
@@ -75,6 +76,7 @@ CHANGED_JOBS: Final = "ml:jobs:changes"
 EVENT_FEED: Final = "ml:events"
 DELETED_JOBS: Final = "ml:jobs:deleted"
 JOB_INDEX: Final = "ml:jobs:index"
+RECALLED_JOBS: Final = "ml:jobs:recalled"
 # Another number has all indexes built again.
 JOB_INDEX_FORMAT: Final = "2"
 NODES: Final = "ml:nodes"
@@ -122,6 +124,9 @@ MEASURING_TTL_S: Final = 60
 TELEMETRY_KEPT_S: Final = 7 * 86_400
 # What storage has is kept this long: whoever reads it reads on, and it is brought back for whoever comes later.
 RECALLED_S: Final = 900
+# All that was brought back takes so much, beside what came in the last minute, which whoever asked for it still reads.
+RECALLED_BYTES: Final = 1 << 29
+RECALLED_STAYS_S: Final = 60
 # Of an ended job whose records are in storage, so many of each kind tell how it stood.
 LAST_KEPT: Final = 4
 LAST_EVENTS_KEPT: Final = 8

@@ -69,13 +69,36 @@ to_inbox(KEYS[1], ARGV[1], ARGV[2])
 )
 
 PUT_TOGETHER: Final = """
--- KEYS: who asked, that its records are whole, what was brought back of events, then each stream behind what was
--- brought back of it
--- ARGV: how long it stays in s ('': the job has not ended)
+-- KEYS: who asked, that its records are whole, what was brought back of events, which ended jobs' records are back,
+-- then each stream behind what was brought back of it
+-- ARGV: how long it stays in s ('': the job has not ended), which this is, the most bytes of all that are back, for
+-- how many s one stays in any case, then what the keys of one are called, the one that says that it is whole first
+local function let_others_go()
+  local time = redis.call('TIME')
+  local now = time[1] * 1000000 + time[2]
+  redis.call('ZADD', KEYS[4], now, ARGV[2])
+  redis.call('EXPIRE', KEYS[4], ARGV[1])
+  local room, rows = tonumber(ARGV[3]), redis.call('ZREVRANGE', KEYS[4], 0, -1, 'WITHSCORES')
+  for i = 1, #rows, 2 do
+    local named = {}
+    for j = 5, #ARGV do
+      named[#named + 1] = string.format(ARGV[j], rows[i])
+      local size = redis.pcall('MEMORY', 'USAGE', named[#named])
+      room = room - (type(size) == 'number' and size or 0)
+    end
+    -- One that lives for ever is of a job that goes on, others are gone by themselves.
+    if redis.call('TTL', named[1]) < 0 then
+      redis.call('ZREM', KEYS[4], rows[i])
+    elseif room < 0 and rows[i] ~= ARGV[2] and now - rows[i + 1] >= ARGV[4] * 1000000 then
+      redis.call('UNLINK', unpack(named))
+      redis.call('ZREM', KEYS[4], rows[i])
+    end
+  end
+end
 local asked = redis.call('HMGET', KEYS[1], 'asked', 'done')
 if not asked[1] or asked[1] ~= asked[2] then return 0 end
 redis.call('DEL', KEYS[3])
-for i = 4, #KEYS, 2 do
+for i = 5, #KEYS, 2 do
   local back, here = KEYS[i], KEYS[i + 1]
   if redis.call('EXISTS', back) == 1 and redis.call('XLEN', back) > 0 then
     local left = redis.call('TTL', here)
@@ -98,8 +121,11 @@ for i = 4, #KEYS, 2 do
   end
 end
 redis.call('SET', KEYS[2], '1')
-if ARGV[1] ~= '' then redis.call('EXPIRE', KEYS[2], ARGV[1]) end
 redis.call('DEL', KEYS[1])
+if ARGV[1] ~= '' then
+  redis.call('EXPIRE', KEYS[2], ARGV[1])
+  let_others_go()
+end
 return 1
 """
 

@@ -14,7 +14,9 @@ _COMMAND: Final = re.compile(r"redis\.p?call\('([A-Z]+)'")
 
 # Asked about a command without its arguments, Redis 7.0 reads beyond them, and may crash.
 _CHECK_RIGHTS: Final = """
-local asked = {XGROUP = {'CREATE', KEYS[1], 'x', '$'}, PUBLISH = {'%(channel)s', ''}, TIME = {}}
+local asked = {
+  XGROUP = {'CREATE', KEYS[1], 'x', '$'}, PUBLISH = {'%(channel)s', ''}, TIME = {}, MEMORY = {'USAGE', KEYS[1]},
+}
 for _, name in ipairs({%(names)s}) do
   local with = asked[name] or {KEYS[1], KEYS[1], KEYS[1]}
   if redis.acl_check_cmd and not redis.acl_check_cmd(name, unpack(with)) then

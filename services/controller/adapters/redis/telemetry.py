@@ -319,21 +319,25 @@ class RedisTelemetry:
                         pipe.xadd(older, {keys.MESSAGE_FIELD: event.body}, id=event.id)
                     pipe.expire(older, keys.RECALLED_S)
                     await pipe.execute()
+        here = self._names.of(job_id)
         async with self._undone_unless_done(self._clients, *([older] if events else ())):
             with self._telling():
                 return bool(
                     await self._put_together(
                         keys=[
                             keys.recalled(name),
-                            keys.job_records(self._names.of(job_id)),
+                            keys.job_records(here),
                             keys.recalled_events(name),
-                            *(
-                                key
-                                for back, here in _RECORDS
-                                for key in (back(name), here(self._names.of(job_id)))
-                            ),
+                            keys.RECALLED_JOBS,
+                            *(key for back, to in _RECORDS for key in (back(name), to(here))),
                         ],
-                        args=[keys.RECALLED_S if has_ended else ""],
+                        args=[
+                            keys.RECALLED_S if has_ended else "",
+                            here,
+                            keys.RECALLED_BYTES,
+                            keys.RECALLED_STAYS_S,
+                            *(to("%s") for to in (keys.job_records, *(to for _, to in _RECORDS))),
+                        ],
                     )
                 )
 
