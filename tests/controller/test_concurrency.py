@@ -4,7 +4,7 @@ import asyncio
 import dataclasses
 import itertools
 from collections.abc import Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from typing import Any
 
 import pytest
@@ -24,7 +24,11 @@ from services.controller.api.monitoring import Monitor
 from services.controller.api.sse import StreamSlots
 from services.controller.api.uploads import Uploads
 from services.controller.domain.access.token import Principal
-from services.controller.domain.errors import TooManyOwnStreamsError, TooManyUploadsError
+from services.controller.domain.errors import (
+    TooManyOwnStreamsError,
+    TooManyStreamsError,
+    TooManyUploadsError,
+)
 from services.controller.ports.jobs import JobStore, Stored
 from tests.controller.histories import NOW, new_job
 
@@ -368,6 +372,16 @@ def test_subjects_that_together_take_all_streams_they_can_leave_some_to_the_next
     for _ in range(2):
         slots.give_back("ann")
     slots.take("eve")
+
+
+def test_eight_subjects_and_no_fewer_can_take_all_streams_together() -> None:
+    slots, left = StreamSlots(64), []
+    for number in range(8):
+        with suppress(TooManyOwnStreamsError, TooManyStreamsError):
+            while True:
+                slots.take(f"subject-{number}")
+        left.append(slots.free)
+    assert left == [48, 32, 16, 8, 4, 2, 1, 0]
 
 
 def test_subjects_that_together_upload_all_they_can_leave_a_slot_to_the_next() -> None:
