@@ -38,6 +38,7 @@ _BLOCK: Final = 1 << 20
 _FAILED: Final = 1
 # Ranks may make folders within folders; ours are four deep.
 _DEEPEST: Final = 32
+_LONGEST_KEY: Final = 1024
 _ONLY_A_FOLDER: Final = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 # What opening answers where a rank has put something else in a place, or holds a lease on what is there.
 _OF_RANKS: Final = (errno.ELOOP, errno.ENOTDIR, errno.EINVAL, errno.ENXIO, errno.EAGAIN)
@@ -253,7 +254,13 @@ def _fill(bucket: "Bucket", source: Path) -> None:
     """Chains last: what a commit names is there before it."""
     files = [path for path in source.rglob("*") if path.is_file()]
     for path in sorted(files, key=lambda path: (path.parent.name == "chain", path)):
-        bucket.upload(path.relative_to(source).as_posix(), path)
+        name = path.relative_to(source).as_posix()
+        key = f"{bucket.address.prefix}/{name}"
+        # Lists of objects are XML, which has no control characters, and names are UTF-8. Ours are printable.
+        if not name.isprintable() or len(key.encode()) > _LONGEST_KEY:
+            _say_left_out(path, "no object can have its name")
+        else:
+            bucket.upload(name, path)
 
 
 def _damaged(place: str, found: str, voted: str) -> BackupError:

@@ -487,6 +487,30 @@ def test_a_bucket_is_saved_and_restored_with_what_its_chains_commit(
         save(redis, bucket.address, tmp_path / "other")
 
 
+def test_a_file_whose_name_no_object_can_have_keeps_no_backup_out_of_a_bucket(
+    folders: tuple[Path, Path, Path],
+    server: S3Server,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    redis, storage, backup = folders
+    commit(CommitChain(storage, JOB), 1)
+    kept = contents(storage).keys()
+    traces = storage / JOB / "traces"
+    deep = traces.joinpath(*["d" * 250] * 4)
+    deep.mkdir(parents=True)
+    left_out = [deep / "too long", traces / os.fsdecode(b"\xe9"), traces / "\x1b[2J"]
+    for path in left_out:
+        path.write_bytes(b"of a rank")
+    assert save(redis, storage, backup) == 1
+    assert capsys.readouterr().err == ""
+    assert restore(tmp_path / "new", BucketAddress(BUCKET, "named"), backup) == 1
+    assert {key.removeprefix("named/") for key in server.keys("named/")} == kept
+    told = capsys.readouterr().err.splitlines()
+    assert len(told) == len(left_out)
+    assert all(line.endswith("is left out: no object can have its name") for line in told)
+
+
 @pytest.mark.usefixtures("server")
 def test_a_bucket_is_saved_whole_while_checkpoints_come_and_go(
     folders: tuple[Path, Path, Path],
