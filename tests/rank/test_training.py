@@ -58,6 +58,14 @@ def test_the_number_of_ranks_does_not_show_in_the_losses(
     assert other == pytest.approx(two, abs=1e-5)
 
 
+def test_a_process_that_user_code_forks_does_not_end_its_rank(ranks: Ranks, spec: Spec) -> None:
+    model = {"factory": f"{USER}:Forking", "args": {}}
+    attempt = ranks.start(spec(model=model), units=()).succeeded()
+    assert sorted(attempt.losses()) == [1, 2, 3, 4, 5, 6]
+    for rank in range(2):
+        assert attempt.of_kind(rank, RankFailed) == []
+
+
 def test_units_that_are_compiled_train_as_eager_ones(
     trained: Trained, ranks: Ranks, spec: Spec
 ) -> None:

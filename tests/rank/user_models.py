@@ -1,6 +1,8 @@
 """Models as users write them, named in specs as ``tests.rank.user_models:…``."""
 
+import os
 import random
+import sys
 from pathlib import Path
 from typing import ClassVar
 
@@ -50,6 +52,23 @@ class Centred(nn.Module):
             self.seen.lerp_(x.detach().mean((0, 1)), 0.5)
         logits: torch.Tensor = self.head(self.norm((x - self.seen).mT).mT)
         return logits
+
+
+class Forking(Noisy):
+    """Forks a process in its third pass that ends as a program does, and waits for that."""
+
+    def __init__(self, dim: int = 16) -> None:
+        super().__init__(dim)
+        self._passes = 0
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        self._passes += 1
+        if self._passes == 3:
+            child = os.fork()
+            if child == 0:
+                sys.exit(0)
+            os.waitpid(child, 0)
+        return super().forward(tokens)
 
 
 class Hashed(Noisy):

@@ -39,7 +39,8 @@ _EXIT_CODES: Final = 256
 class AgentPipe:
     """The rank's end of the pipe to its agent: one JSON object a line, both ways.
 
-    ``send`` may be called from any thread; ``poll_orders`` from one.
+    ``send`` may be called from any thread; ``poll_orders`` from one. A process that user code forks has it, too, and
+    speaks for no rank: it would tell the end of one that trains on.
 
     Args:
         end: Of this process from now on, in blocking mode.
@@ -48,11 +49,14 @@ class AgentPipe:
     def __init__(self, end: PipeEnd) -> None:
         os.set_blocking(end.reading, False)
         self._end = end
+        self._pid = os.getpid()
         self._sending = threading.Lock()
         self._unread = b""
 
     def send(self, message: RankMessage) -> None:
         """Tell the agent. Does nothing when the agent has ended: training does not depend on it."""
+        if os.getpid() != self._pid:
+            return
         left = memoryview(message.model_dump_json().encode() + b"\n")
         with self._sending, contextlib.suppress(OSError):
             while left:
