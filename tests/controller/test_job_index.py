@@ -10,13 +10,14 @@ from typing import Any
 
 import pytest
 from redis import Redis
+from redis.asyncio import Redis as AsyncRedis
 
 from services.contract.api.requests import JobPatch
 from services.contract.api.views import StopRequest
 from services.contract.redis import redis_keys as keys
 from services.contract.words.ids import new_job_id
 from services.contract.words.states import JobState
-from services.controller.adapters.redis import redis_ports
+from services.controller.adapters.redis import job_index, redis_ports
 from services.controller.api.guard import AccessPolicy
 from services.controller.domain.decisions.dispatch import first_decision
 from services.controller.domain.decisions.history import Occurrence
@@ -137,6 +138,35 @@ async def test_every_list_is_that_of_all_records(world: World, *, is_built: bool
             assert shown == _sorted(fitting, order), (wanted, order)
     counted = await world.ports.jobs.counts()
     assert {state: n for state, n in counted.items() if n} == _count(job.state for job in whole)
+
+
+@pytest.mark.anyio
+async def test_jobs_that_are_deleted_while_a_list_is_read_hide_no_others(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(job_index, "_PAGE", 8)
+    await world.ports.jobs.index()
+    chance = random.Random(7)  # noqa: S311 no secret
+    names = [await world.keep(number, chance) for number in range(40)]
+    doomed = set(names[::3])
+    left = set(names) - doomed
+    read = AsyncRedis.zrevrangebyscore
+
+    async def read_and_delete(self: AsyncRedis, *args: Any, **options: Any) -> Any:  # noqa: ANN401 as redis-py types it
+        rows: Any = await read(self, *args, **options)
+        if read_now := doomed.intersection(name for name, _ in rows):
+            doomed.discard(name := max(read_now))
+            await world.ports.jobs.delete(await world.ports.jobs.load(name))
+        return rows
+
+    monkeypatch.setattr(AsyncRedis, "zrevrangebyscore", read_and_delete)
+    shown: list[str] = []
+    cursor: str | None = None
+    while cursor is not None or not shown:
+        found, cursor = await page(world.ports, JobFilter(), "-created", cursor, 20)
+        shown += [stored.job.id for stored in found]
+    assert len(doomed) < len(names[::3])
+    assert sorted(name for name in shown if name in left) == sorted(left)
 
 
 @pytest.mark.anyio

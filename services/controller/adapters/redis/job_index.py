@@ -81,19 +81,18 @@ class JobIndex:
     async def places(self, name: str, before: Place | None, limit: int) -> list[Place]:
         """Up to ``limit`` places of one index before that one, newest first."""
         highest = "+inf" if before is None else before.created_ms
-        found: list[Place] = []
-        offset = 0
-        while len(found) < limit:
+        count = limit + 1  # the place itself may be the first
+        while True:
+            # All of one moment: by parts, a deletion meanwhile would hide the job behind the first part.
             with self._clients.answering(name):
                 rows: Any = await self._clients.reads.zrevrangebyscore(
-                    name, highest, "-inf", start=offset, num=_PAGE, withscores=True
+                    name, highest, "-inf", start=0, num=count, withscores=True
                 )
             places = (Place(to_ms(score), job_id) for job_id, score in rows)
-            found += [place for place in places if before is None or place < before]
-            offset += _PAGE
-            if len(rows) < _PAGE:
-                break
-        return found[:limit]
+            found = [place for place in places if before is None or place < before]
+            if len(found) >= limit or len(rows) < count:
+                return found[:limit]
+            count *= 2  # many of the same time as the place
 
     async def counts(self) -> dict[JobState, int] | None:
         """How many jobs are in each state; None while the indexes do not hold all of them."""
