@@ -33,6 +33,7 @@ from services.worker.rank.checkpoints import shard_file
 from services.worker.rank.checkpoints.loading import source_of
 from services.worker.rank.checkpoints.state import TrainingState
 from services.worker.rank.checkpoints.writer import CheckpointWriteError, CheckpointWriter
+from tests.rank import older_trainer
 from tests.rank.gang import JOB, Ranks, Trained
 from tests.waiting import until
 
@@ -371,6 +372,18 @@ def test_what_each_rank_has_of_its_own_goes_on_where_it_was(
     assert ends[0] == ends[1]
     # Elsewhere all go on with what rank 0 had.
     ranks.start(job, 3, fence=3, resume_from=source, units=()).succeeded()
+
+
+@pytest.mark.ranks
+def test_beside_a_rank_of_an_older_version_nothing_is_compared(ranks: Ranks, spec: Spec) -> None:
+    job = spec(model={"factory": "tests.rank.user_models:Centred", "args": {}})
+    older = f"{older_trainer.__name__}:train"
+    source = ranks.start(job, units=(), trainer=older).succeeded().committed(3)
+    folder = CommitChain(ranks.root, JOB).shard_folder(source.checkpoint_id)
+    for shard in source.shards:
+        with safe_open(folder / shard.name, framework="pt") as file:
+            assert "own" not in json.loads(file.metadata()["meshloom"])
+    ranks.start(job, fence=2, resume_from=source.checkpoint_id, units=()).succeeded()
 
 
 @pytest.mark.ranks

@@ -174,7 +174,7 @@ def capture(
     tensors = {entry.fqn: entry.tensor for entry in entries}
     tensors |= random_tensors(parts.gang.device)
     own: dict[str, torch.Tensor] = {}
-    if not whole_everywhere and _may_differ(parts, model):
+    if parts.gang.compares and not whole_everywhere and _may_differ(parts, model):
         names = own_tensors.differing(state, parts.gang.control)
         own = {name: state[name].detach().contiguous() for name in names if state[name].numel()}
     if parts.gang.rank != 0:

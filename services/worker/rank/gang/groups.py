@@ -22,6 +22,10 @@ class MeshError(ValueError):
     """The plan's mesh cannot be built over the gang."""
 
 
+COMPARES: Final = "meshloom/compares/"
+"""Begins the keys by which ranks tell each other that they compare what they have of their own."""
+
+
 def mesh_axes(sizes: MeshPlan) -> dict[str, int]:
     """The axes of a gang's mesh and their sizes, outermost first.
 
@@ -48,6 +52,7 @@ class Gang:
         control: For small CPU tensors beside the engine's collectives.
         replica: Which replica the ranks are, among ``replicas`` that do not know of each other here.
         replicas: How many shares the data has, each for the ranks of one such replica.
+        compares: Whether all ranks can compare what they have of their own; those of older versions cannot.
     """
 
     rank: int
@@ -59,6 +64,7 @@ class Gang:
     control: ControlChannel
     replica: int = 0
     replicas: int = 1
+    compares: bool = True
 
 
 def own_mesh(seat: RankSeat) -> MeshPlan:
@@ -106,10 +112,12 @@ def joined(seat: RankSeat, listen_fd: int | None, listener: CollectiveListener) 
         wait_for_workers=False,
         master_listen_fd=listen_fd if rank == 0 else None,
     )
+    # A store that outlived an attempt must not introduce its ranks to those of the next.
+    own_store = dist.PrefixStore(f"attempt-{seat.fence}", store)  # type: ignore[attr-defined]  # as above
+    own_store.set(f"{COMPARES}{rank}", "")
     dist.init_process_group(
         "nccl" if device.type == "cuda" else "gloo",
-        # A store that outlived an attempt must not introduce its ranks to those of the next.
-        store=dist.PrefixStore(f"attempt-{seat.fence}", store),  # type: ignore[attr-defined]  # as above
+        store=own_store,
         rank=rank,
         world_size=world_size,
         device_id=device if device.type == "cuda" else None,
@@ -127,6 +135,8 @@ def joined(seat: RankSeat, listen_fd: int | None, listener: CollectiveListener) 
         control,
         replica,
         replicas,
+        # All that would tell have told it by now: the control group connects each with all others.
+        own_store.check([f"{COMPARES}{each}" for each in range(world_size)]),
     )
     _part(control)
 
