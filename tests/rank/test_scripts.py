@@ -236,7 +236,8 @@ def test_a_script_with_fsdp1_goes_on_and_may_not_save_the_slices_of_an_optimizer
         job("fsdp1_loop.py", ""), fence=2, resume_from=source, code=programs
     ).succeeded()
     assert again.losses() == {step: loss for step, loss in whole.losses().items() if step > 2}
-    refused = ranks.start(job("fsdp1_loop.py", "--optimizer"), fence=3, code=programs)
-    assert refused.ended() == [1, 1]
-    (failure,) = refused.of_kind(0, RankFailed)
-    assert "state['optimizer']: an optimizer of PyTorch's FSDP1" in failure.error
+    for fence, args in ((3, ["--optimizer"]), (4, ["--optimizer", "--original"])):
+        refused = ranks.start(job("fsdp1_loop.py", *args), fence=fence, code=programs)
+        assert refused.ended() == [1, 1]
+        (failure,) = refused.of_kind(0, RankFailed)
+        assert "state['optimizer']: an optimizer of PyTorch's FSDP1" in failure.error

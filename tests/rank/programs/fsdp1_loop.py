@@ -1,4 +1,7 @@
-"""A loop with PyTorch's FSDP1, which gathers copies of its slices for its state; `--optimizer` has its state saved, too."""
+"""A loop with PyTorch's FSDP1, which gathers copies of its slices for its state.
+
+`--optimizer` has its state saved, too, and `--original` keeps the parameters, which are then slices themselves.
+"""
 
 import sys
 from typing import Any
@@ -15,10 +18,15 @@ STEPS = 4
 dist.init_process_group("gloo")
 rank = dist.get_rank()
 torch.manual_seed(0)
-model = FullyShardedDataParallel(nn.Linear(8, 1), device_id=torch.device("cpu"))
-optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+model = FullyShardedDataParallel(
+    nn.Linear(8, 1, bias=False),
+    device_id=torch.device("cpu"),
+    use_orig_params="--original" in sys.argv,
+)
+is_saved = "--optimizer" in sys.argv
+optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9 if is_saved else 0.0)
 state: dict[str, Any] = {"model": model, "step": 0}
-if "--optimizer" in sys.argv:
+if is_saved:
     state["optimizer"] = optimizer
 state = session.restore(state) or state
 for step in range(state["step"] + 1, STEPS + 1):

@@ -117,7 +117,7 @@ def _node(value: object, place: tuple[object, ...], tensors: dict[str, torch.Ten
     if isinstance(value, list | tuple):
         kind = _LIST if isinstance(value, list) else _TUPLE
         return {kind: [_node(item, (*place, i), tensors) for i, item in enumerate(value)]}
-    if _is_optimizer(value) and any(map(_is_flat_slice, _parameters(value))):
+    if _is_optimizer(value) and _has_flat_slices(value):
         raise UnsavableStateError(
             place,
             "an optimizer of PyTorch's FSDP1 has slices of each rank's own as plain tensors, of which rank 0's alone would "
@@ -257,10 +257,29 @@ def _parameters(optimizer: Any) -> list[torch.Tensor]:  # noqa: ANN401 (torch.op
     return [param for group in optimizer.param_groups for param in group["params"]]
 
 
-def _is_flat_slice(param: torch.Tensor) -> bool:
-    # As `FlatParameter` has it, which is private to PyTorch.
-    whole = getattr(param, "_unpadded_unsharded_size", None)
-    return isinstance(whole, torch.Size) and param.numel() < whole.numel()
+def _has_flat_slices(optimizer: Any) -> bool:  # noqa: ANN401 (torch.optim's, or a wrapper of it)
+    """Whether it is over FSDP1, by marks that are private to PyTorch, and has slices."""
+    params = _parameters(optimizer)
+    if any(map(_is_flat_slice, params)):
+        return True
+    # With `use_orig_params` the parameters are slices themselves, or whole with NO_SHARD. Shapes of theirs say
+    # nothing where one was left gathered; of what is kept of slices all has one dim.
+    kept = [
+        each
+        for param in params
+        if getattr(param, "_fsdp_flattened", False) and not _is_flat(param)
+        for each in optimizer.state.get(param, {}).values()
+        if isinstance(each, torch.Tensor) and each.dim() > 0
+    ]
+    return bool(kept) and all(each.dim() == 1 for each in kept)
+
+
+def _is_flat(param: torch.Tensor) -> bool:
+    return isinstance(getattr(param, "_unpadded_unsharded_size", None), torch.Size)
+
+
+def _is_flat_slice(param: Any) -> bool:  # noqa: ANN401 (FSDP1's)
+    return _is_flat(param) and param.numel() < param._unpadded_unsharded_size.numel()  # noqa: SLF001 PyTorch has no other name for it
 
 
 def _is_optimizer(given: object) -> bool:
