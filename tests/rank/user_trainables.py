@@ -111,19 +111,21 @@ class Remembering(Alone):
 
     def __init__(self) -> None:
         self._bright = torch.zeros(())
+        self._all = torch.ones(1 + dist.get_rank())
         self._seen = 0
 
     def train_batch(self, batch: Batch, context: Context) -> Loss:
         self._seen += len(batch[0]) * (1 + dist.get_rank())
         self._bright = self._bright * 0.5 + batch[0].mean()
+        self._all = torch.cat([self._all, self._bright[None]])
         loss = context.loss(batch)["loss"]
-        return {"loss": loss * (1 + self._bright) + loss / self._seen}
+        return {"loss": loss * (1 + self._bright) + loss * self._all.mean() / self._seen}
 
     def state_dict(self) -> Mapping[str, Any]:
-        return {"bright": self._bright, "seen": self._seen}
+        return {"bright": self._bright, "all": self._all, "seen": self._seen}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        self._bright, self._seen = state["bright"], state["seen"]
+        self._bright, self._all, self._seen = state["bright"], state["all"], state["seen"]
 
 
 class Dependent(Gan):

@@ -6,15 +6,17 @@ rank of the same place on the same mesh; on another mesh all take that of rank 0
 """
 
 import hashlib
+import itertools
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any, Final, Protocol
 
 import torch
+import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
 from fsdp_core.checkpoint import SavedShard
 from fsdp_core.errors import CheckpointError
-from services.worker.rank.gang.control import ControlChannel
+from services.worker.rank.gang.groups import Gang
 
 PREFIX: Final = "own."
 """Begins the names of such tensors in the files of all ranks but the first."""
@@ -29,22 +31,40 @@ class HasParts(Protocol):
         ...
 
 
-def differing(state: Mapping[str, torch.Tensor], control: ControlChannel) -> list[str]:
+def differing(state: Mapping[str, torch.Tensor], gang: Gang) -> list[str]:
     """Names of this rank's tensors that another rank has with other values, or has not; all ranks call it.
 
     Raises:
         RuntimeError: A rank is gone.
     """
     whole = {name: each for name, each in state.items() if not isinstance(each, DTensor)}
-    about = [f"{name} {each.dtype} {tuple(each.shape)}" for name, each in whole.items()]
-    if not control.agree_on(hashlib.sha256("\n".join(about).encode()).digest()):
-        return list(whole)
-    digests = torch.tensor([_digest(each) for each in whole.values()], dtype=torch.int64)
-    low = control.all_reduce(digests.clone(), torch.distributed.ReduceOp.MIN).wait()
-    high = control.all_reduce(digests, torch.distributed.ReduceOp.MAX).wait()
-    return [
-        name for name, is_same in zip(whole, (low == high).tolist(), strict=True) if not is_same
-    ]
+    kinds = {
+        name: f"{name} {each.dtype} {tuple(each.shape)}".encode(errors="surrogatepass")
+        for name, each in whole.items()
+    }
+    everywhere = list(whole)
+    if not gang.control.agree_on(hashlib.sha256(b"\n".join(kinds.values())).digest()):
+        everywhere = _on_all_ranks(kinds, gang)
+    digests = torch.tensor([_digest(whole[name]) for name in everywhere], dtype=torch.int64)
+    low = gang.control.all_reduce(digests.clone(), dist.ReduceOp.MIN).wait()
+    high = gang.control.all_reduce(digests, dist.ReduceOp.MAX).wait()
+    same = set(itertools.compress(everywhere, (low == high).tolist()))
+    return [name for name in whole if name not in same]
+
+
+def _on_all_ranks(kinds: Mapping[str, bytes], gang: Gang) -> list[str]:
+    """The names of which all ranks have the same kind, in an order that is the same on all."""
+    own = {name: _number(kind) for name, kind in kinds.items()}
+    counts = torch.zeros(gang.world_size, dtype=torch.int64)
+    counts[gang.rank] = len(own)
+    counts = gang.control.all_reduce(counts).wait()
+    table = torch.zeros(gang.world_size, int(counts.max()), dtype=torch.int64)
+    table[gang.rank, : len(own)] = torch.tensor(list(own.values()), dtype=torch.int64)
+    rows = gang.control.all_reduce(table).wait().tolist()
+    common = set.intersection(
+        *(set(row[:count]) for row, count in zip(rows, counts.tolist(), strict=True))
+    )
+    return sorted((name for name in own if own[name] in common), key=own.__getitem__)
 
 
 def own_shards(
@@ -87,6 +107,11 @@ def refuse_elsewhere(names: Collection[str], optimizer: str, mesh: Mapping[str, 
 
 
 def _digest(tensor: torch.Tensor) -> int:
-    content = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+    return _number(
+        tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+    )
+
+
+def _number(content: bytes) -> int:
     digest = hashlib.sha256(content).digest()
     return int.from_bytes(digest[:_DIGEST_BYTES], "little", signed=True)

@@ -175,7 +175,7 @@ def capture(
     tensors |= random_tensors(parts.gang.device)
     own: dict[str, torch.Tensor] = {}
     if parts.gang.compares and not whole_everywhere and _may_differ(parts, model):
-        names = own_tensors.differing(state, parts.gang.control)
+        names = own_tensors.differing(state, parts.gang)
         own = {name: state[name].detach().contiguous() for name in names if state[name].numel()}
     if parts.gang.rank != 0:
         tensors |= {own_tensors.PREFIX + name: each for name, each in own.items()}
