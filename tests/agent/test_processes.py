@@ -16,6 +16,7 @@ import psutil
 import pytest
 
 from services.contract.messages.warm_channel import NODE_MARK
+from services.worker.agent.host import sentinel
 from services.worker.agent.host.processes import (
     _waiting,
     carries,
@@ -154,6 +155,25 @@ def test_a_process_that_holds_its_memory_keeps_no_other_from_being_found(tmp_pat
         assert found == [[left.pid], [left.pid]]
         assert states(held.pid).count("D") == 1
     until(lambda: marked("no mark at all") == [] and not _waiting)
+
+
+def test_a_process_that_answers_late_is_ended_all_the_same(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    mark = f"loom-1-{tmp_path.name}"
+    monkeypatch.setenv(NODE_MARK, mark)
+    monkeypatch.setattr(sentinel, "_QUIET_LOOKS", 1)
+    with running(HELD) as (held, _):
+        with file_that_does_not_answer(tmp_path / "file") as asked:
+            tell(held, f"{tmp_path / 'file'}\n")
+            assert asked.wait(20)
+            tell(held, "\n")
+            until(lambda: states(held.pid).count("D") == 1)
+            ending = threading.Thread(target=sentinel.end_all, args=(mark,), daemon=True)
+            ending.start()
+            until(lambda: held.pid in _waiting)
+        until(lambda: not ending.is_alive())
+        assert is_gone(held.pid)
 
 
 def tell(process: "subprocess.Popen[bytes]", words: str) -> None:

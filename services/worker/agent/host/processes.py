@@ -139,6 +139,14 @@ def marked(mark: str) -> list[psutil.Process]:
     return list(_marked_of(psutil.pids(), mark))
 
 
+def await_passed_over() -> bool:
+    """Returns once one that `marked` passed over answers or is gone; False if there is none."""
+    waiting = list(_waiting.values())
+    while waiting and all(thread.is_alive() for thread in waiting):
+        waiting[0].join(_ANSWERS_AT_LEAST_S)
+    return bool(waiting)
+
+
 def _marked_of(pids: Iterable[int], mark: str) -> Iterator[psutil.Process]:
     for pid, waiting in list(_waiting.items()):
         if not waiting.is_alive():

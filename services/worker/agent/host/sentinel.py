@@ -15,7 +15,7 @@ from typing import Final
 import psutil
 
 from services.contract.system.own_process import set_up_process
-from services.worker.agent.host.processes import marked
+from services.worker.agent.host.processes import await_passed_over, marked
 
 _QUIET_LOOKS: Final = 3
 _BETWEEN_LOOKS_S: Final = 0.05
@@ -36,10 +36,10 @@ def main() -> None:
 
 
 def end_all(mark: str) -> None:
-    """SIGKILL whoever carries the mark, until nobody does."""
+    """SIGKILL whoever carries the mark, until nobody does, nor one may whose memory did not answer."""
     quiet = 0
     # One look is not enough: a process that calls exec has no environment for a moment.
-    while quiet < _QUIET_LOOKS:
+    while quiet < _QUIET_LOOKS or await_passed_over():
         living = marked(mark)
         for process in living:
             with contextlib.suppress(psutil.Error):
