@@ -67,9 +67,10 @@ def load_model_state(model: nn.Module, saved: Iterable[SavedShard]) -> None:
     _drop_gathers(model)
     fill_from_shards(target, mine)
     if not _share_memory(model, target.values()):
-        model.load_state_dict(
-            {name.removeprefix(PREFIX): each for name, each in target.items()}, strict=False
-        )
+        # Its own dict, not one of ours: that says of which version the modules are.
+        state = model.state_dict()
+        state.update({name.removeprefix(PREFIX): each for name, each in target.items()})
+        model.load_state_dict(state, strict=False)
 
 
 def _share_memory(model: nn.Module, state: Iterable[torch.Tensor]) -> bool:

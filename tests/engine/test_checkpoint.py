@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
-from typing import cast
+from typing import Any, cast
 
 import pytest
 import torch
@@ -276,7 +276,9 @@ def test_a_model_whose_hooks_give_copies_takes_them_back(gangs: Gangs) -> None:
 
 
 class Counting(nn.Sequential):
-    """Counts its passes, and gives copies of all that it has."""
+    """Counts its passes, gives copies of all that it has, and knows an older form of it."""
+
+    _version = 2
 
     def __init__(self) -> None:
         super().__init__(nn.Linear(4, 4), nn.Linear(4, 2))
@@ -293,6 +295,17 @@ class Counting(nn.Sequential):
 
     def set_extra_state(self, state: torch.Tensor) -> None:
         self.passes = int(state)
+
+    def _load_from_state_dict(
+        self,
+        state_dict: dict[str, torch.Tensor],
+        prefix: str,
+        local_metadata: dict[str, int],
+        *others: Any,  # noqa: ANN401 torch's
+    ) -> None:
+        if local_metadata.get("version", 1) < 2:
+            state_dict[prefix + "_extra_state"] = torch.tensor(0)
+        super()._load_from_state_dict(state_dict, prefix, local_metadata, *others)
 
 
 def give_copies(_: nn.Module, state: dict[str, torch.Tensor], *__: object) -> None:

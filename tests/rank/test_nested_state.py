@@ -104,6 +104,29 @@ class Wrapped(nn.Linear):
         self.passes = int(state)
 
 
+class Versioned(nn.Linear):
+    """Gives copies by a hook, and turns what an older version gave."""
+
+    _version = 2
+
+    def __init__(self) -> None:
+        super().__init__(2, 2)
+        self.register_state_dict_post_hook(  # type: ignore[no-untyped-call]  # PyTorch's
+            lambda _, state, *__: state.update({n: each.clone() for n, each in state.items()})
+        )
+
+    def _load_from_state_dict(
+        self,
+        state_dict: dict[str, torch.Tensor],
+        prefix: str,
+        local_metadata: dict[str, int],
+        *others: Any,  # noqa: ANN401 torch's
+    ) -> None:
+        if local_metadata.get("version", 1) < 2:
+            state_dict[prefix + "weight"] = state_dict[prefix + "weight"].T
+        super()._load_from_state_dict(state_dict, prefix, local_metadata, *others)
+
+
 class History:
     """Grows."""
 
@@ -123,6 +146,12 @@ def test_a_module_that_gives_copies_takes_back_what_was_saved() -> None:
     assert through_a_file({"m": first}, {"m": second})["m"] is second
     assert torch.equal(second.weight, first.weight)
     assert second.passes == 3
+
+
+def test_a_module_that_takes_back_copies_hears_of_which_version_they_are() -> None:
+    first, second = Versioned(), Versioned()
+    through_a_file({"m": first}, {"m": second})
+    assert torch.equal(second.weight, first.weight)
 
 
 def test_a_tensor_that_an_object_has_let_grow_comes_back() -> None:

@@ -249,7 +249,9 @@ class _Filling:
             )
         loaded = self._dict(inner[_DICT], own, place, strict=True)
         if not _are_live(own.values(), given):
-            self.loads.append(lambda: given.load_state_dict(loaded))
+            # Its own dict, not one of ours: that says of which version the modules are.
+            own.update(loaded)
+            self.loads.append(lambda: given.load_state_dict(own))
         return given
 
 
