@@ -54,8 +54,8 @@ def load_model_state(model: nn.Module, saved: Iterable[SavedShard]) -> None:
         saved: Shards of all ranks; names outside ``model.`` are ignored.
 
     Raises:
-        CheckpointError: A tensor was saved that the model does not have, or see
-            `fill_from_shards`.
+        CheckpointError: A tensor was saved that the model does not have, its hooks gave copies that it does
+            not take back, or see `fill_from_shards`.
     """
     target = model_state(model)
     mine = [shard for shard in saved if shard.fqn.startswith(PREFIX)]
@@ -70,12 +70,31 @@ def load_model_state(model: nn.Module, saved: Iterable[SavedShard]) -> None:
         # Its own dict, not one of ours: that says of which version the modules are.
         state = model.state_dict()
         state.update({name.removeprefix(PREFIX): each for name, each in target.items()})
-        model.load_state_dict(state, strict=False)
+        told = model.load_state_dict(state, strict=False)
+        if told.unexpected_keys:
+            _refuse_unfilled(model, told.missing_keys, target.values())
 
 
 def _share_memory(model: nn.Module, state: Iterable[torch.Tensor]) -> bool:
     own = {_memory(each) for each in chain(model.parameters(), model.buffers())}
     return all(_memory(each) in own for each in state)
+
+
+def _refuse_unfilled(
+    model: nn.Module, left_out: Iterable[str], filled: Iterable[torch.Tensor]
+) -> None:
+    # What is only derived from others needs to be taken by nobody.
+    memory = {_memory(each) for each in filled}
+    own = {
+        **dict(model.named_parameters(remove_duplicate=False)),
+        **dict(model.named_buffers(remove_duplicate=False)),
+    }
+    if lost := [name for name in left_out if name in own and _memory(own[name]) not in memory]:
+        raise CheckpointError(
+            f"The model's hooks give copies for its state dict, and its load_state_dict does not take them back: {lost} "
+            "would keep the values of a new model. Give it a hook that does: "
+            "register_load_state_dict_pre_hook."
+        )
 
 
 def _memory(tensor: torch.Tensor) -> int | None:

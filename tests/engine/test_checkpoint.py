@@ -312,6 +312,32 @@ def give_copies(_: nn.Module, state: dict[str, torch.Tensor], *__: object) -> No
     state.update({name: each.clone() for name, each in state.items()})
 
 
+@pytest.mark.parametrize("takes_back", [False, True])
+def test_copies_under_other_names_that_nobody_takes_back_are_refused(takes_back: bool) -> None:  # noqa: FBT001 a case
+    source, model = nn.Linear(3, 2), nn.Linear(3, 2)
+    for each in (source, model):
+        each.register_state_dict_post_hook(rename)  # type: ignore[no-untyped-call]  # PyTorch's
+    if takes_back:
+        model.register_load_state_dict_pre_hook(rename_back)  # type: ignore[no-untyped-call]  # PyTorch's
+    shards = [shard.saved() for shard in stored(source, torch.optim.SGD(source.parameters()))]
+    if takes_back:
+        load_model_state(model, shards)
+        assert torch.equal(model.weight, source.weight)
+    else:
+        with pytest.raises(CheckpointError, match=r"\['weight', 'bias'\] would keep"):
+            load_model_state(model, shards)
+
+
+def rename(_: nn.Module, state: dict[str, torch.Tensor], *__: object) -> None:
+    for name in tuple(state):
+        state[f"old_{name}"] = state.pop(name).clone()
+
+
+def rename_back(_: nn.Module, state: dict[str, torch.Tensor], *__: object) -> None:
+    for name in tuple(state):
+        state[name.removeprefix("old_")] = state.pop(name)
+
+
 def counting(ctx: RankContext, seed: int) -> Counting:
     torch.manual_seed(seed)
     model = Counting().to(ctx.device)
