@@ -270,7 +270,7 @@ def _has_flat_slices(optimizer: Any) -> bool:  # noqa: ANN401 (torch.optim's, or
         each
         for param in params
         if getattr(param, "_fsdp_flattened", False) and not _is_flat(param)
-        for each in optimizer.state.get(param, {}).values()
+        for each in getattr(optimizer, "state", {}).get(param, {}).values()
         if isinstance(each, torch.Tensor) and each.dim() > 0
     ]
     return bool(kept) and all(each.dim() == 1 for each in kept)
