@@ -20,7 +20,12 @@ from services.contract.messages.rank_pipe import (
     RankReady,
     RankVote,
 )
+from services.contract.storage.commit_chain import CommitChain
+from services.contract.storage.manifests import Manifest
+from services.contract.words.ids import checkpoint_id
+from services.worker.rank.checkpoints import own_tensors, shard_file
 from services.worker.rank.checkpoints.beside import UnsavableStateError, flattened
+from services.worker.rank.checkpoints.state import about_of, as_text
 from services.worker.rank.models.several import Models
 from tests.rank.gang import JOB, Attempt, Ranks, Trained
 from tests.rank.user_trainables import blocks
@@ -104,11 +109,33 @@ def test_what_each_rank_of_a_trainable_has_of_its_own_is_resumed(
 ) -> None:
     data, loss = {"factory": "tests.rank.user_vision:Pictures"}, {"factory": "cross_entropy"}
     job = of(spec, "Remembering", data=data, loss=loss)
-    source = trained.committed(3, ranks, job).checkpoint_id
+    manifest = trained.committed(3, ranks, job)
+    source = manifest.checkpoint_id
     same = ranks.start(job, fence=2, resume_from=source).succeeded()
     assert same.losses() == trained.of(job).losses_after(3)
     # Elsewhere all get that of rank 0, and what torch's optimizers count is the same everywhere.
     ranks.start(job, 1, fence=3, resume_from=source).succeeded()
+    older = without_own(ranks, manifest)
+    ranks.start(job, fence=5, resume_from=older).succeeded()
+
+
+def without_own(ranks: Ranks, manifest: Manifest) -> str:
+    """Commits a checkpoint again, as versions wrote it in which only rank 0 saved what is no slice; answers its name."""
+    chain = CommitChain(ranks.root, JOB)
+    folder = chain.shard_folder(manifest.checkpoint_id)
+    name = checkpoint_id(JOB, manifest.step, 4)
+    shards = []
+    for shard in manifest.shards:
+        with shard_file.opened(folder, shard) as reader:
+            about = about_of(reader)
+            del about["own"]
+            read = load_file(folder / shard.name)
+            tensors = {n: each for n, each in read.items() if not n.startswith(own_tensors.PREFIX)}
+            text = as_text(about)
+            shards.append(shard_file.write(chain.shard_folder(name), shard.rank, tensors, text))
+    written = {"checkpoint_id": name, "fence": 4, "shards": tuple(shards)}
+    chain.append(manifest.model_copy(update=written))
+    return name
 
 
 @pytest.mark.ranks

@@ -195,7 +195,7 @@ def capture(
         "boxes": boxes_of(entries),
         **random_text(),
     }
-    if own:
+    if not whole_everywhere:
         about["own"] = {name: tuple(each.shape) for name, each in own.items()}
     if told := _of_optimizers(parts):
         about["optimizers"] = told
@@ -241,7 +241,8 @@ def restore(parts: TrainedParts, readers: Iterable[Reader]) -> None:
     place = (parts.gang.rank, _axes(parts))
     same = next((each for each in abouts if (each[1]["rank"], each[1]["mesh"]) == place), None)
     shards = list(_shards_for(same, abouts))
-    _, told = same or abouts[0]
+    # Of a checkpoint of an older version, too, all have that of rank 0: the tensors in it are that rank's alone.
+    told = same[1] if same is not None and "own" in same[1] else abouts[0][1]
     load_model_state(parts.model, shards)
     _load_optimizers(parts, shards, told.get("optimizers", ()))
     if parts.ema is not None:
