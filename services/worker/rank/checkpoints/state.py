@@ -174,7 +174,7 @@ def capture(
     tensors = {entry.fqn: entry.tensor for entry in entries}
     tensors |= random_tensors(parts.gang.device)
     own: dict[str, torch.Tensor] = {}
-    if parts.gang.compares and not whole_everywhere and _may_differ(parts, model):
+    if parts.gang.compares and not whole_everywhere:
         names = own_tensors.differing(state, parts.gang)
         own = {name: state[name].detach().contiguous() for name in names if state[name].numel()}
     if parts.gang.rank != 0:
@@ -195,7 +195,7 @@ def capture(
         "boxes": boxes_of(entries),
         **random_text(),
     }
-    if not whole_everywhere:
+    if parts.gang.compares and not whole_everywhere:
         about["own"] = {name: tuple(each.shape) for name, each in own.items()}
     if told := _of_optimizers(parts):
         about["optimizers"] = told
@@ -213,16 +213,6 @@ def capture(
         or name.startswith(FILE)
     )
     return TrainingState(step, loss, tensors, as_text(about), lasting, evaluation or {})
-
-
-def _may_differ(parts: TrainedParts, model: Mapping[str, torch.Tensor]) -> bool:
-    """Whether a rank may have plain tensors with values of its own; every rank knows it of all."""
-    return (
-        parts.beside is not None
-        or not all(isinstance(each, DTensor) for each in model.values())
-        # What those of torch keep as plain tensors counts their steps.
-        or not all(_is_torchs(_class_of(each)) for each in parts.optimizers)
-    )
 
 
 def restore(parts: TrainedParts, readers: Iterable[Reader]) -> None:
