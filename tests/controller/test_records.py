@@ -1,6 +1,7 @@
 """Curves, output and events that storage has: asked back, put together, let go; an agent is spoken for."""
 
 import json
+import re
 from typing import Any
 
 import pytest
@@ -10,7 +11,9 @@ from services.contract.messages.commands import CloseRecords, LaunchGang, Recall
 from services.contract.messages.facts import RecordsClosed
 from services.contract.messages.telemetry import LogLine, MetricRecord, StepRecord
 from services.contract.redis import redis_keys as keys
-from services.controller.use_cases import records
+from services.controller.adapters.redis import telemetry
+from services.controller.adapters.redis.record_streams import RecordStreams
+from services.controller.use_cases import records, watch
 from tests.controller.agent_double import AgentDouble
 from tests.controller.conftest import ControlPlane
 from tests.waiting import until
@@ -284,6 +287,72 @@ def test_what_is_brought_back_of_many_ended_jobs_takes_so_much_and_the_first_of_
     # It is brought again for whoever reads it.
     answer_next_question(plane, names[1], held)
     assert len(metrics(plane, names[1])) == 399
+
+
+@pytest.mark.parametrize("is_back", [False, True])
+@pytest.mark.parametrize("path", ["metrics", "metrics?name=loss", "logs", "logs?tail=1000"])
+def test_records_that_go_while_they_are_read_are_not_told_as_if_they_were_all(
+    plane: ControlPlane, monkeypatch: pytest.MonkeyPatch, path: str, *, is_back: bool
+) -> None:
+    """For their time is over, or others took their room, and perhaps somebody else had them brought back."""
+    gang = trained(plane)
+    job_id = gang.job_id
+    closes(plane, ended(plane, gang))
+    forget(plane.redis, job_id)
+    held = {
+        "steps": [(f"{at}-0", step(at).model_dump_json()) for at in range(1, 30)],
+        "logs": [(f"{at}-0", line("said").model_dump_json()) for at in range(1, 30)],
+    }
+    answer_next_question(plane, job_id, held)
+    monkeypatch.setattr(telemetry, "_STEPS_A_READ", 10)
+    monkeypatch.setattr(watch, "_CHUNK", 10)
+    assert len(plane.get(f"/v1/jobs/{job_id}/{path}")["items"]) == 29
+    read = RecordStreams.rows
+
+    async def read_and_lose(self: RecordStreams, *args: Any) -> Any:  # noqa: ANN401 as what it stands for
+        told = await read(self, *args)
+        if told[0]:
+            forget(plane.redis, job_id)
+            if is_back:
+                plane.redis.set(keys.job_records(job_id), "those of another question")
+        return told
+
+    monkeypatch.setattr(RecordStreams, "rows", read_and_lose)
+    answer = plane.client.get(f"/v1/jobs/{job_id}/{path}")
+    assert answer.status_code == 503
+    assert answer.json()["code"] == "records_away"
+    assert "went while" in answer.json()["detail"]
+
+
+def test_a_stream_of_output_that_goes_meanwhile_does_not_say_that_it_was_all(
+    plane: ControlPlane, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gang = trained(plane)
+    job_id = gang.job_id
+    closes(plane, ended(plane, gang))
+    forget(plane.redis, job_id)
+    lines = [(f"{at}-0", line("said").model_dump_json()) for at in range(1, 30)]
+    answer_next_question(plane, job_id, {"logs": lines})
+    monkeypatch.setattr(watch, "_CHUNK", 10)
+    read = RecordStreams.rows
+
+    async def read_and_lose(self: RecordStreams, *args: Any) -> Any:  # noqa: ANN401 as what it stands for
+        told = await read(self, *args)
+        forget(plane.redis, job_id)
+        return told
+
+    headers = {"Accept": "text/event-stream"}
+    with monkeypatch.context() as patched:
+        patched.setattr(RecordStreams, "rows", read_and_lose)
+        cut = plane.client.get(f"/v1/jobs/{job_id}/logs", headers=headers).text
+    assert cut.count("data: {") == 10
+    assert "event: end" not in cut
+    answer_next_question(plane, job_id, {"logs": lines})
+    rest = plane.client.get(
+        f"/v1/jobs/{job_id}/logs", headers={**headers, "Last-Event-ID": "10-0"}
+    ).text
+    assert [name for name, _ in lines[10:]] == re.findall(r"^id: (.*)$", rest, re.MULTILINE)
+    assert "event: end" in rest
 
 
 def test_nothing_of_a_question_that_nobody_answers_stays(plane: ControlPlane) -> None:

@@ -16,6 +16,7 @@ from starlette.types import Receive, Scope, Send
 from services.contract.api.views import EventView, LogView
 from services.contract.words.problems import PROBLEM_TYPE_BASE, Problem
 from services.controller.domain.errors import (
+    RecordsAwayError,
     StoreUnavailableError,
     TooManyOwnStreamsError,
     TooManyStreamsError,
@@ -182,7 +183,7 @@ async def _frames(
             entry = following.result()
             following = asyncio.ensure_future(anext(entries, _END))
         yield format_sse_event(event="end", data_str="{}")
-    except StoreUnavailableError:
+    except (StoreUnavailableError, RecordsAwayError):
         return  # the client comes back for the rest
     finally:
         for task in (following, stop):

@@ -171,10 +171,11 @@ class Telemetry(Protocol):
         """What ranks were last found in, by rank."""
         ...
 
-    async def is_whole(self, job_id: str) -> bool:
-        """Whether what is here of a job's steps, metrics and output is all that is kept of them.
+    async def whole(self, job_id: str) -> str | None:
+        """Says that what is here of a job's steps, metrics and output is all that is kept of them.
 
-        If not, storage may have more: the store lost its data, or the job ended and was closed.
+        None: storage may have more, for the store lost its data, or the job ended and was closed. Another text than
+        before: it went meanwhile, and was brought back.
         """
         ...
 

@@ -12,7 +12,7 @@ from services.controller.domain.errors import InvalidRequestError
 from services.controller.domain.job.job import Job
 from services.controller.ports.coordination import Ports
 from services.controller.use_cases.progress import utilisation
-from services.controller.use_cases.records import bring_back
+from services.controller.use_cases.records import brought_back
 
 _KEYS: Final = frozenset({"step", "fence"})
 _FIGURES: Final = frozenset(StepView.model_fields) - _KEYS
@@ -49,9 +49,10 @@ async def get_metrics(ports: Ports, job_id: str, wanted: StepRange) -> MetricsVi
         RecordsAwayError: They are in storage, and no agent has brought them back.
     """
     job = (await ports.jobs.load(job_id)).job
-    await bring_back(ports, job)
-    inside = _inside(newest_of_each_step(await ports.telemetry.steps(job_id)), wanted)
-    told = await ports.telemetry.metrics(job_id)
+    async with brought_back(ports, job):
+        steps = await ports.telemetry.steps(job_id)
+        told = await ports.telemetry.metrics(job_id)
+    inside = _inside(newest_of_each_step(steps), wanted)
     names = _names(told)
     points = thin_out(_inside(_points(told, frozenset(names.kept)), wanted), wanted.max_points)
     return MetricsView(
@@ -73,8 +74,10 @@ async def get_some_metrics(
         InvalidRequestError: There is no such metric.
     """
     job = (await ports.jobs.load(job_id)).job
-    await bring_back(ports, job)
-    told = await ports.telemetry.metrics(job_id)
+    figures = asked & _FIGURES
+    async with brought_back(ports, job):
+        told = await ports.telemetry.metrics(job_id)
+        steps = await ports.telemetry.steps(job_id) if figures else []
     names = _names(told)
     unknown = sorted(asked - _FIGURES - set(names.kept))
     if unknown:
@@ -83,8 +86,8 @@ async def get_some_metrics(
         raise InvalidRequestError([Fault(pointer="", detail=detail, code="unknown_metric")])
     rows: dict[tuple[int, int], dict[str, int | float | None]] = {}
     total = 0
-    if figures := asked & _FIGURES:
-        inside = _inside(newest_of_each_step(await ports.telemetry.steps(job_id)), wanted)
+    if figures:
+        inside = _inside(newest_of_each_step(steps), wanted)
         total = len(inside)
         for view in _step_views(job, thin_out(inside, wanted.max_points)):
             rows[view.step, view.fence] = view.model_dump(include=set(figures | _KEYS))

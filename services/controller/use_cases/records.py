@@ -1,7 +1,9 @@
 """A job's curve and output, where the store has not all of it: an agent brings the rest from storage."""
 
 import asyncio
+import contextlib
 import time
+from collections.abc import AsyncIterator
 from typing import Final
 
 import structlog
@@ -32,6 +34,31 @@ async def bring_back(ports: Ports, job: Job) -> None:
     why = await _bring(ports, job)
     if why is not None and await ports.telemetry.is_empty(job.id):
         raise RecordsAwayError(f"steps, metrics and output of {job.id} are in storage; {why}")
+
+
+@contextlib.asynccontextmanager
+async def brought_back(ports: Ports, job: Job) -> AsyncIterator[None]:
+    """While what ``bring_back`` has the store hold is read, in however many parts.
+
+    Raises:
+        RecordsAwayError: As ``bring_back``, or because all of it was there and went meanwhile.
+    """
+    await bring_back(ports, job)
+    whole = await ports.telemetry.whole(job.id)
+    yield
+    await refuse_gone(ports, job.id, whole)
+
+
+async def refuse_gone(ports: Ports, job_id: str, whole: str | None) -> None:
+    """What was read since ``Telemetry.whole`` answered ``whole`` may end where the rest of it went.
+
+    Raises:
+        RecordsAwayError: All was there, and is not any more.
+    """
+    if whole is not None and await ports.telemetry.whole(job_id) != whole:
+        raise RecordsAwayError(
+            f"steps, metrics and output of {job_id} went while they were read: retry"
+        )
 
 
 async def bring_events_back(ports: Ports, job: Job) -> None:
@@ -81,6 +108,6 @@ async def living_nodes(ports: Ports) -> list[str]:
 
 async def _is_whole(ports: Ports, job: Job) -> bool:
     telemetry = ports.telemetry
-    if await telemetry.is_whole(job.id):
+    if await telemetry.whole(job.id) is not None:
         return True
     return await telemetry.put_together(job.id, has_ended=job.is_terminal)

@@ -15,7 +15,12 @@ from services.controller.ports.coordination import Ports
 from services.controller.ports.jobs import EventRecord
 from services.controller.ports.machines import Entry, Log
 from services.controller.use_cases.present import moment
-from services.controller.use_cases.records import bring_back, bring_events_back
+from services.controller.use_cases.records import (
+    bring_back,
+    bring_events_back,
+    brought_back,
+    refuse_gone,
+)
 
 Level = Literal["debug", "info", "warning", "error"]
 _LEVELS: Final[tuple[Level, ...]] = ("debug", "info", "warning", "error")
@@ -78,15 +83,15 @@ async def page_of_lines(
         CursorExpiredError: They may have been trimmed.
         RecordsAwayError: They are in storage, and no agent has brought them back.
     """
-    await bring_back(ports, (await ports.jobs.load(job_id)).job)
     found: list[LogView] = []
-    while len(found) <= limit:
-        entries = await ports.telemetry.read(job_id, Log.OUTPUT, after, _CHUNK)
-        lines = (_line(ports, job_id, entry) for entry in entries)
-        found += [line for line in lines if line is not None and wanted.matches(line)]
-        if len(entries) < _CHUNK:
-            break
-        after = entries[-1].id
+    async with brought_back(ports, (await ports.jobs.load(job_id)).job):
+        while len(found) <= limit:
+            entries = await ports.telemetry.read(job_id, Log.OUTPUT, after, _CHUNK)
+            lines = (_line(ports, job_id, entry) for entry in entries)
+            found += [line for line in lines if line is not None and wanted.matches(line)]
+            if len(entries) < _CHUNK:
+                break
+            after = entries[-1].id
     items = tuple(found[:limit])
     return LogPage(items=items, next_cursor=items[-1].id if len(found) > limit else None)
 
@@ -95,8 +100,8 @@ async def last_lines(
     ports: Ports, job_id: str, wanted: LineFilter, after: str | None, count: int
 ) -> LogPage:
     """The last ``count`` lines of output behind ``after``, oldest first; all errors as ``page_of_lines``."""
-    await bring_back(ports, (await ports.jobs.load(job_id)).job)
-    lines, _ = await _last_of(ports, job_id, wanted, after, count)
+    async with brought_back(ports, (await ports.jobs.load(job_id)).job):
+        lines, _ = await _last_of(ports, job_id, wanted, after, count)
     return LogPage(items=tuple(lines))
 
 
@@ -122,6 +127,7 @@ async def follow(
     log = Log.EVENTS if selection is None else Log.OUTPUT
     job = (await ports.jobs.load(job_id)).job
     await (bring_events_back if selection is None else bring_back)(ports, job)
+    whole = await ports.telemetry.whole(job_id)
     if selection is not None and tail is not None:
         last, after = await _last_of(ports, job_id, selection, after, tail)
         for known in last:
@@ -131,18 +137,14 @@ async def follow(
         may_say_more = to_the_end and await _lives(ports, job_id)
         entries = await ports.telemetry.read(job_id, log, after, _CHUNK)
         for entry in entries:
-            if selection is None:
-                event = _event(ports, job_id, entry)
-                if event is not None:
-                    yield event
-            else:
-                line = _line(ports, job_id, entry)
-                if line is not None and selection.matches(line):
-                    yield line
+            if (told := _told(ports, job_id, selection, entry)) is not None:
+                yield told
         if entries:
             after = entries[-1].id
             continue
         if not may_say_more:
+            if selection is not None:
+                await refuse_gone(ports, job_id, whole)
             return
         yield None
         await ports.telemetry.wait(job_id, log, after, _LOOK_EVERY_S)
@@ -168,6 +170,16 @@ async def _lives(ports: Ports, job_id: str) -> bool:
         return not (await ports.jobs.load(job_id)).job.is_terminal
     except NotFoundError:
         return False
+
+
+def _told(
+    ports: Ports, job_id: str, selection: Selection, entry: Entry
+) -> EventView | LogView | None:
+    """What an entry tells; None where it was not asked for, or cannot be read."""
+    if selection is None:
+        return _event(ports, job_id, entry)
+    line = _line(ports, job_id, entry)
+    return line if line is not None and selection.matches(line) else None
 
 
 def _event(ports: Ports, job_id: str, entry: Entry) -> EventView | None:

@@ -203,9 +203,9 @@ class MemoryTelemetry:
         kept = self._server.stacks.get(job_id, {})
         return [kept[rank] for rank in sorted(kept)]
 
-    async def is_whole(self, job_id: str) -> bool:
-        """See ``Telemetry.is_whole``: nothing of a job goes before the job."""
-        return job_id not in self._server.deleted
+    async def whole(self, job_id: str) -> str | None:
+        """See ``Telemetry.whole``: nothing of a job goes before the job."""
+        return None if job_id in self._server.deleted else "1"
 
     async def is_empty(self, job_id: str) -> bool:
         """See ``Telemetry.is_empty``."""
@@ -221,11 +221,11 @@ class MemoryTelemetry:
 
     async def put_together(self, job_id: str, *, has_ended: bool) -> bool:  # noqa: ARG002 nothing goes before its job
         """See ``Telemetry.put_together``."""
-        return await self.is_whole(job_id)
+        return await self.whole(job_id) is not None
 
     async def lacks_events(self, job_id: str) -> bool:
         """See ``Telemetry.lacks_events``."""
-        return not await self.is_whole(job_id)
+        return await self.whole(job_id) is None
 
     async def closed(self, job_id: str, fence: int, events_to: str | None) -> None:
         """See ``Telemetry.closed``: all of them stay, and the last few with them."""

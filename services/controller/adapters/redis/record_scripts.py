@@ -120,7 +120,7 @@ for i = 5, #KEYS, 2 do
     redis.call('DEL', back)
   end
 end
-redis.call('SET', KEYS[2], '1')
+redis.call('SET', KEYS[2], asked[1])
 redis.call('DEL', KEYS[1])
 if ARGV[1] ~= '' then
   redis.call('EXPIRE', KEYS[2], ARGV[1])

@@ -269,10 +269,12 @@ class RedisTelemetry:
         told = read_all(key, RankStacks.model_validate_json, (rows or {}).values())
         return sorted(told, key=lambda entry: entry.rank)
 
-    async def is_whole(self, job_id: str) -> bool:
-        """See ``Telemetry.is_whole``."""
+    async def whole(self, job_id: str) -> str | None:
+        """See ``Telemetry.whole``."""
         with self._telling():
-            return bool(await self._told.reads.exists(keys.job_records(self._names.of(job_id))))
+            said: Any = await self._told.reads.get(keys.job_records(self._names.of(job_id)))
+        whole: str | None = said
+        return whole
 
     async def is_empty(self, job_id: str) -> bool:
         """See ``Telemetry.is_empty``."""
