@@ -289,6 +289,26 @@ def test_what_is_brought_back_of_many_ended_jobs_takes_so_much_and_the_first_of_
     assert len(metrics(plane, names[1])) == 399
 
 
+def test_records_that_storage_may_not_have_do_not_go_for_those_of_others(
+    plane: ControlPlane, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The node of an ended job is still to close them, and another node brought back what storage has."""
+    gang = trained(plane)
+    ended(plane, gang)
+    plane.redis.delete(keys.job_records(gang.job_id))
+    answer_next_question(plane, gang.job_id, {"steps": [("1-0", step(4).model_dump_json())]})
+    assert sorted(metrics(plane, gang.job_id)) == [1, 2, 3, 4]
+    other = trained(plane)
+    closes(plane, ended(plane, other))
+    forget(plane.redis, other.job_id)
+    monkeypatch.setattr(keys, "RECALLED_BYTES", 1)
+    monkeypatch.setattr(keys, "RECALLED_STAYS_S", 0)
+    answer_next_question(plane, other.job_id, {"steps": [("1-0", step(1).model_dump_json())]})
+    assert sorted(metrics(plane, other.job_id)) == [1]
+    assert not plane.redis.exists(keys.job_records(gang.job_id))
+    assert sorted(metrics(plane, gang.job_id)) == [1, 2, 3, 4]
+
+
 @pytest.mark.parametrize("is_back", [False, True])
 @pytest.mark.parametrize("path", ["metrics", "metrics?name=loss", "logs", "logs?tail=1000"])
 def test_records_that_go_while_they_are_read_are_not_told_as_if_they_were_all(

@@ -90,7 +90,11 @@ local function let_others_go()
     if redis.call('TTL', named[1]) < 0 then
       redis.call('ZREM', KEYS[4], rows[i])
     elseif room < 0 and rows[i] ~= ARGV[2] and now - rows[i + 1] >= ARGV[4] * 1000000 then
-      redis.call('UNLINK', unpack(named))
+      for _, key in ipairs(named) do
+        local left = redis.call('TTL', key)
+        -- What stays longer holds some that storage may not have.
+        if left >= 0 and left <= tonumber(ARGV[1]) then redis.call('UNLINK', key) end
+      end
       redis.call('ZREM', KEYS[4], rows[i])
     end
   end
