@@ -411,6 +411,31 @@ def test_events_of_an_ended_job_are_told_whole_before_and_after_they_went(
     ]
 
 
+def test_of_events_that_are_brought_back_no_more_is_read_than_a_controller_can_hold(
+    plane: ControlPlane, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Any agent may add to them: what is read takes five times as much, and is kept beside jobs and tokens."""
+    gang = trained(plane)
+    job_id = gang.job_id
+    for at in range(4, 8):
+        plane.agent.saves(gang, at, number=at)
+    command = ended(plane, gang)
+    before = plane.get(f"/v1/jobs/{job_id}/events?limit=1000")["items"]
+    stored = rows(plane.redis, keys.job_events(job_id))
+    closes(plane, command, events_to=stored[-1][0])
+    plane.redis.delete(keys.job_older_events(job_id))
+    forget(plane.redis, job_id)
+    monkeypatch.setattr(telemetry, "_LONGEST_EVENTS", 64 << 10)
+    far = [(f"{2**62 + at}-0", json.dumps({"padding": "x" * 1000})) for at in range(100)]
+    answer_next_question(plane, job_id, {"events": [*stored, *far]})
+    answer = plane.client.get(f"/v1/jobs/{job_id}/events")
+    assert answer.json()["code"] == "records_away"
+    assert not plane.redis.exists(keys.job_older_events(job_id))
+    plane.redis.delete(keys.recalled(job_id))  # as when its time is over
+    answer_next_question(plane, job_id, {"events": stored})
+    assert plane.get(f"/v1/jobs/{job_id}/events?limit=1000")["items"] == before
+
+
 def test_events_that_storage_does_not_have_stay(plane: ControlPlane) -> None:
     gang = trained(plane)
     for at in range(4, 8):

@@ -52,6 +52,8 @@ _BEGINNING: Final = "0-0"
 # A long job has many steps: between two reads the loop gets to renew its lease.
 _STEPS_A_READ: Final = 2_000
 _LONGEST_SAMPLES: Final = 64 << 20
+# Brought back by an agent, they are read at once and kept beside what controllers write.
+_LONGEST_EVENTS: Final = 128 << 20
 # A sample has some twenty fields and two tables of 64 groups at most: of one with millions of lists each is made before
 # the first is refused. Between so many samples others have the loop.
 _PARTS_OF_A_SAMPLE: Final = 1_024
@@ -309,6 +311,13 @@ class RedisTelemetry:
             asked, done = said or (None, None)
             # One that lives for ever is no controller's: any agent may write it.
             if asked is None or asked != done or left_s < 0:
+                return False
+            size: int | None = await self._told.reads.memory_usage(
+                keys.recalled_events(name), samples=0
+            )
+            if (size or 0) > _LONGEST_EVENTS:
+                error = ValueError(f"{size} bytes")
+                self._clients.unreadable.note(keys.recalled_events(name), None, error)
                 return False
             events = await self._all_events(keys.recalled_events(name))
         older = keys.job_older_events(job_id)
