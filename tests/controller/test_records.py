@@ -2,6 +2,7 @@
 
 import json
 import re
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -20,6 +21,12 @@ from tests.waiting import until
 
 pytestmark = pytest.mark.redis
 STREAMS = (keys.job_steps, keys.job_metrics, keys.job_logs)
+KINDS = {
+    "steps": keys.job_steps,
+    "metrics": keys.job_metrics,
+    "logs": keys.job_logs,
+    "events": keys.job_events,
+}
 
 
 @pytest.fixture(autouse=True)
@@ -86,11 +93,17 @@ def answer_next_question(
     assert asked.status_code in {200, 503}
     command = plane.agent.awaits(RecallRecords, job_id, fence)
     assert command.asked not in known
+    brings(plane, command.asked, job_id, held)
+
+
+def brings(
+    plane: ControlPlane, asked: str, job_id: str, held: dict[str, list[tuple[str, str]]]
+) -> None:
     for kind, entries in held.items():
         for name, body in entries:
             key = f"{keys.recalled(job_id)}:{kind}"
             plane.redis.xadd(key, {keys.MESSAGE_FIELD: body}, id=name, nomkstream=True)
-    plane.redis.hset(keys.recalled(job_id), "done", command.asked)
+    plane.redis.hset(keys.recalled(job_id), "done", asked)
 
 
 def metrics(plane: ControlPlane, job_id: str) -> dict[int, float]:
@@ -453,3 +466,27 @@ def test_a_deleted_job_leaves_none_of_these_keys(plane: ControlPlane) -> None:
     plane.client.get(f"/v1/jobs/{gang.job_id}/metrics")
     assert plane.client.delete(f"/v1/jobs/{gang.job_id}").status_code == 204
     assert plane.redis.keys(f"{keys.job(gang.job_id)}*") == []
+
+
+def test_all_who_wait_for_records_have_them_once_they_are_back(
+    plane: ControlPlane, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A page that shows a job asks for its curve, its output and its events at once."""
+    gang = trained(plane)
+    job_id = gang.job_id
+    for at in range(4, 8):
+        plane.agent.saves(gang, at, number=at)
+    command = ended(plane, gang)
+    held = {kind: rows(plane.redis, key(job_id)) for kind, key in KINDS.items()}
+    closes(plane, command, events_to=held["events"][-1][0])
+    forget(plane.redis, job_id)
+    plane.redis.delete(keys.job_older_events(job_id))
+    monkeypatch.setattr(records, "PATIENCE_S", 3600.0)
+    paths = ("metrics", "logs", "events") * 2
+    with ThreadPoolExecutor(len(paths)) as pool:
+        waiting = [pool.submit(plane.client.get, f"/v1/jobs/{job_id}/{path}") for path in paths]
+        recall = plane.agent.awaits(RecallRecords, job_id, gang.fence)
+        brings(plane, recall.asked, job_id, held)
+        answers = [each.result(20) for each in waiting]
+    assert [answer.status_code for answer in answers] == [200] * len(paths)
+    assert all(answer.json()["items"] for answer in answers)

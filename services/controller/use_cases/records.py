@@ -3,7 +3,7 @@
 import asyncio
 import contextlib
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Final
 
 import structlog
@@ -18,6 +18,7 @@ PATIENCE_S: Final = 10.0
 IMPATIENCE_S: Final = 2.0
 """The same where the store has some, which are answered then."""
 _LOOK_EVERY_S: Final = 0.05
+_AreThere = Callable[[], Awaitable[bool]]
 _log = structlog.get_logger()
 
 
@@ -29,9 +30,16 @@ async def bring_back(ports: Ports, job: Job) -> None:
     Raises:
         RecordsAwayError: The same, and it has nothing.
     """
-    if job.fence == 0 or await _is_whole(ports, job):
+
+    async def are_there() -> bool:
+        return await ports.telemetry.whole(job.id) is not None
+
+    if job.fence == 0 or await are_there():
         return
-    why = await _bring(ports, job)
+    # An answer that came too late for who asked is there for the next.
+    if await ports.telemetry.put_together(job.id, has_ended=job.is_terminal):
+        return
+    why = await _bring(ports, job, are_there)
     if why is not None and await ports.telemetry.is_empty(job.id):
         raise RecordsAwayError(f"steps, metrics and output of {job.id} are in storage; {why}")
 
@@ -67,31 +75,38 @@ async def bring_events_back(ports: Ports, job: Job) -> None:
     Raises:
         RecordsAwayError: Storage has some of them, and no agent has brought them back yet.
     """
-    if await ports.telemetry.lacks_events(job.id):
-        why = await _bring(ports, job)
+
+    async def are_there() -> bool:
+        return not await ports.telemetry.lacks_events(job.id)
+
+    if not await are_there():
+        why = await _bring(ports, job, are_there)
         if why is not None:
             raise RecordsAwayError(f"the older events of {job.id} are in storage; {why}")
 
 
-async def _bring(ports: Ports, job: Job) -> str | None:
+async def _bring(ports: Ports, job: Job, are_there: _AreThere) -> str | None:
     """Why nothing was brought back; None where all was."""
     nodes = await living_nodes(ports)
     if not nodes:
         return "no live agent can read them: retry when a node is back"
     chosen = job.head_node if job.head_node in nodes else nodes[0]
-    if await _brought_back(ports, job, chosen):
+    if await _brought_back(ports, job, chosen, are_there):
         return None
     return f"the agent of {chosen} has not brought them back yet: retry"
 
 
-async def _brought_back(ports: Ports, job: Job, node_id: str) -> bool:
+async def _brought_back(ports: Ports, job: Job, node_id: str, are_there: _AreThere) -> bool:
     telemetry = ports.telemetry
     is_first = await telemetry.ask_back(job.id, job.fence, node_id)
     has_some = not await telemetry.is_empty(job.id)
     # Whom nobody answered is not waited for again by each request that has something to tell.
     patience_s = (IMPATIENCE_S if is_first else 0.0) if has_some else PATIENCE_S
     deadline = time.monotonic() + patience_s
+    # Of all who wait one puts them together: for the others they are there.
     while not await telemetry.put_together(job.id, has_ended=job.is_terminal):
+        if await are_there():
+            return True
         if time.monotonic() >= deadline:
             _log.warning("records_not_back", job_id=job.id, node_id=node_id)
             return False
@@ -104,10 +119,3 @@ async def living_nodes(ports: Ports) -> list[str]:
     nodes = [node for node in await ports.nodes.nodes() if node.state == NodeState.READY]
     leases = await ports.nodes.leases([node.id for node in nodes])
     return [n.id for n in nodes if n.id in leases and leases[n.id].incarnation == n.incarnation]
-
-
-async def _is_whole(ports: Ports, job: Job) -> bool:
-    telemetry = ports.telemetry
-    if await telemetry.whole(job.id) is not None:
-        return True
-    return await telemetry.put_together(job.id, has_ended=job.is_terminal)
