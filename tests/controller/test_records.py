@@ -2,17 +2,19 @@
 
 import json
 import re
+import socket
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
 from redis import Redis
 
+from services.contract.api.views import EventView
 from services.contract.messages.commands import CloseRecords, LaunchGang, RecallRecords
 from services.contract.messages.facts import RecordsClosed
 from services.contract.messages.telemetry import LogLine, MetricRecord, StepRecord
 from services.contract.redis import redis_keys as keys
-from services.controller.adapters.redis import telemetry
+from services.controller.adapters.redis import redis_ports, telemetry
 from services.controller.adapters.redis.record_streams import RecordStreams
 from services.controller.use_cases import records, watch
 from tests.controller.agent_double import AgentDouble
@@ -490,3 +492,18 @@ def test_all_who_wait_for_records_have_them_once_they_are_back(
         answers = [each.result(20) for each in waiting]
     assert [answer.status_code for answer in answers] == [200] * len(paths)
     assert all(answer.json()["items"] for answer in answers)
+
+
+@pytest.mark.anyio
+async def test_events_are_followed_while_the_server_that_has_telemetry_is_away(
+    redis_url: str, plane: ControlPlane
+) -> None:
+    job_id = plane.submit()
+    told = [event["kind"] for event in plane.get(f"/v1/jobs/{job_id}/events")["items"]]
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        port = listening.getsockname()[1]
+    async with redis_ports(redis_url, telemetry_url=f"redis://127.0.0.1:{port}") as ports:
+        entries = watch.follow(ports, job_id, None, None, to_the_end=False)
+        followed = [entry.kind async for entry in entries if isinstance(entry, EventView)]
+    assert followed[: len(told)] == told
+    assert told

@@ -127,7 +127,8 @@ async def follow(
     log = Log.EVENTS if selection is None else Log.OUTPUT
     job = (await ports.jobs.load(job_id)).job
     await (bring_events_back if selection is None else bring_back)(ports, job)
-    whole = await ports.telemetry.whole(job_id)
+    # Events are told though the server that has telemetry is away.
+    whole = None if selection is None else await ports.telemetry.whole(job_id)
     if selection is not None and tail is not None:
         last, after = await _last_of(ports, job_id, selection, after, tail)
         for known in last:
@@ -143,8 +144,7 @@ async def follow(
             after = entries[-1].id
             continue
         if not may_say_more:
-            if selection is not None:
-                await refuse_gone(ports, job_id, whole)
+            await refuse_gone(ports, job_id, whole)
             return
         yield None
         await ports.telemetry.wait(job_id, log, after, _LOOK_EVERY_S)
