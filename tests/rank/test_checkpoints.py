@@ -64,6 +64,19 @@ def test_every_random_state_is_resumed(trained: Trained, ranks: Ranks, spec: Spe
 
 
 @pytest.mark.ranks
+def test_a_module_that_is_set_to_evaluate_stays_so_after_an_evaluation(
+    trained: Trained, ranks: Ranks, spec: Spec
+) -> None:
+    frozen = {"factory": "tests.rank.user_models:PartlyFrozen", "args": {}}
+    job = spec(model=frozen, train={"eval_every": 2})
+    whole = trained.of(job, units=())
+    source = trained.committed(3, ranks, job, units=()).checkpoint_id
+    resumed = ranks.start(job, fence=2, resume_from=source, units=()).succeeded()
+    assert resumed.losses() == whole.losses_after(3)
+    assert whole.losses() == trained.of(spec(model=frozen), units=()).losses()
+
+
+@pytest.mark.ranks
 @pytest.mark.parametrize(("saved", "loaded"), [(2, 1), (2, 3), (1, 2), (4, 2)])
 def test_a_run_resumes_at_another_world_size_with_optimizer_and_data_position(
     trained: Trained, ranks: Ranks, spec: Spec, saved: int, loaded: int

@@ -54,6 +54,20 @@ class Centred(nn.Module):
         return logits
 
 
+class PartlyFrozen(Noisy):
+    """Trains above a part that it has set to evaluate, and to stay so."""
+
+    def __init__(self, dim: int = 16) -> None:
+        super().__init__(dim)
+        self.norm = nn.BatchNorm1d(dim).eval()
+        self.dropout.eval()
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.norm(self.dropout(self.embedding(tokens)).mT).mT
+        logits: torch.Tensor = self.head(x)
+        return logits
+
+
 class Forking(Noisy):
     """Forks a process in its third pass that ends as a program does, and waits for that."""
 

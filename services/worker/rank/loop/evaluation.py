@@ -83,14 +83,19 @@ _LOSS, _COUNTED = "", " "  # no names of metrics
 
 @contextlib.contextmanager
 def _evaluated(run: Run) -> Iterator[None]:
-    """Within, the models evaluate; afterwards no parameter is gathered."""
+    """Within, the models evaluate; afterwards each module trains if it did, and no parameter is gathered."""
     models = run.models.by_name.values()
-    were_training = [model.training for model in models]
+    # A module may be frozen in evaluation mode below one that trains.
+    were_training = [
+        (model, [(each, each.training) for each in model.modules()]) for model in models
+    ]
     for model in models:
         model.eval()
     yield
-    for model, was_training in zip(models, were_training, strict=True):
-        model.train(was_training)
+    for model, of_modules in were_training:
+        model.train(of_modules[0][1])  # an own ``train`` may do more than to set what follows
+        for module, was_training in of_modules:
+            module.training = was_training
     # Nobody needs them whole until the next pass.
     run.models.reshard()
 
