@@ -139,6 +139,20 @@ def without_own(ranks: Ranks, manifest: Manifest) -> str:
 
 
 @pytest.mark.ranks
+def test_gradients_that_wait_for_an_update_are_resumed(
+    trained: Trained, ranks: Ranks, spec: Spec
+) -> None:
+    data, loss = {"factory": "tests.rank.user_vision:Pictures"}, {"factory": "cross_entropy"}
+    job = of(spec, "Accumulating", data=data, loss=loss)
+    source = trained.committed(3, ranks, job).checkpoint_id
+    whole = trained.of(job)
+    same = ranks.start(job, fence=2, resume_from=source).succeeded()
+    assert same.losses() == whole.losses_after(3)
+    other = ranks.start(job, 3, fence=3, resume_from=source).succeeded()
+    assert other.losses() == pytest.approx(whole.losses_after(3), abs=1e-5)
+
+
+@pytest.mark.ranks
 def test_what_user_code_lacks_to_go_on_makes_no_checkpoint_corrupt(
     trained: Trained, ranks: Ranks, spec: Spec, gan: JobSpec
 ) -> None:

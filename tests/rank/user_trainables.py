@@ -157,6 +157,19 @@ class Spoilt(Alone):
         return found
 
 
+class Accumulating(Alone):
+    """Steps with the gradients of two steps, whenever the number of one is even."""
+
+    steps_itself = True
+
+    def train_batch(self, batch: Batch, context: Context) -> Loss:
+        loss = context.loss(batch)
+        context.backward(loss["loss"] / 2)
+        if context.step_number % 2 == 0:
+            context.step()
+        return loss
+
+
 class Stepping(Alone):
     """Steps, and does not say so."""
 

@@ -30,6 +30,7 @@ from fsdp_core.checkpoint import (
 )
 from services.worker.rank.checkpoints import own_tensors
 from services.worker.rank.checkpoints.beside import flattened, restored
+from services.worker.rank.checkpoints.gradients import load_gradients, pending_gradients
 from services.worker.rank.checkpoints.random_state import (
     random_tensors,
     random_text,
@@ -166,7 +167,7 @@ def capture(
         for name, tensor in optimizer_state(parts.model, each).items()
     } | dict({} if parts.ema is None else parts.ema.tensors)
     beside = flattened({} if parts.beside is None else parts.beside.state_dict())
-    state = {**model, **changed_by_update, **beside.tensors}
+    state = {**model, **changed_by_update, **pending_gradients(parts.model), **beside.tensors}
     # Modules compute with whole copies of sharded parameters. Anything else, buffers above all,
     # they may change in a forward pass.
     sharded = {name for name, tensor in model.items() if isinstance(tensor, DTensor)}
@@ -235,6 +236,7 @@ def restore(parts: TrainedParts, readers: Iterable[Reader]) -> None:
     told = same[1] if same is not None and "own" in same[1] else abouts[0][1]
     load_model_state(parts.model, shards)
     _load_optimizers(parts, shards, told.get("optimizers", ()))
+    load_gradients(parts.model, shards)
     if parts.ema is not None:
         # A clone may begin to average with weights that were trained without.
         parts.ema.start_over()
