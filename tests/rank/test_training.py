@@ -87,6 +87,17 @@ def test_micro_batches_only_change_the_order_of_sums(
     assert norms == pytest.approx([step.grad_norm for step in whole.steps()], rel=1e-4)
 
 
+@pytest.mark.ranks
+def test_gradients_of_what_no_optimizer_has_do_not_add_up(trained: Trained, spec: Spec) -> None:
+    of_head = {"factory": "tests.rank.user_optimizers:of_the_head", "args": {"lr": 0.0}}
+    of_all = {"factory": "sgd", "args": {"lr": 0.0}}
+    norms = [
+        [step.grad_norm for step in trained.of(spec(optimizer=each)).steps()]
+        for each in (of_head, of_all)
+    ]
+    assert norms[0] == norms[1]
+
+
 def test_the_board_tells_figures_and_counts_of_every_step(trained: Trained, spec: Spec) -> None:
     attempt = trained.of(spec())
     steps = attempt.steps(1)

@@ -56,6 +56,11 @@ class Averaging(torch.optim.Optimizer):
                 each.add_(state["mean"], alpha=-group["lr"] / group["made"] ** 0.5)
 
 
+def of_the_head(parameters: Named, lr: float) -> torch.optim.Optimizer:
+    """One that leaves out most parameters, which want gradients all the same."""
+    return torch.optim.SGD([each for name, each in parameters if name.startswith("head")], lr=lr)
+
+
 class Slicewise(torch.optim.Optimizer):
     """Computes with the slices of its rank alone: what it keeps has the shape of a slice, or none."""
 
