@@ -5,6 +5,7 @@ import random
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import Phase, given, settings
@@ -60,6 +61,31 @@ class Remembering:
 
     def load_state_dict(self, state: Mapping[str, int]) -> None:
         self._next = state["next"]
+
+
+class Drawing:
+    """A stream with a generator of its own, which goes on from epoch to epoch."""
+
+    def __init__(self, generator: object = None) -> None:
+        self._given = 0
+        self._generator = np.random.MT19937(5)
+        self._odd = generator
+
+    def __iter__(self) -> Iterator[torch.Tensor]:
+        while self._given < 5:
+            self._given += 1
+            yield torch.tensor([int(self._generator.random_raw())])
+        self._given = 0
+
+    def state_dict(self) -> Mapping[str, Any]:
+        return {
+            "given": np.int64(self._given),
+            "generator": self._generator.state,
+            "odd": self._odd,
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self._given, self._generator.state = int(state["given"]), state["generator"]
 
 
 def made(kind: str, count: int) -> Any:  # noqa: ANN401 (what factories make)
@@ -141,6 +167,19 @@ def test_a_source_that_keeps_its_place_is_not_walked_through_again() -> None:
     assert feed.share(101).tolist() == [[402], [403]]
     assert again.given - looked_at == 4
     assert "restores its position" in feed.description
+
+
+def test_a_source_goes_on_with_a_state_of_arrays_and_one_that_cannot_be_saved_is_refused() -> None:
+    first = feed_of(Drawing(), Share(2, 0, 1), 3)
+    drawn = [first.share(step).tolist() for step in range(1, 10)]
+    broken = feed_of(Drawing(), Share(2, 0, 1), 3)
+    for step in range(1, 7):
+        broken.share(step)
+    again = feed_of(Drawing(), Share(2, 0, 1), 3)
+    again.restore(json.loads(json.dumps(broken.state())), 6)
+    assert [again.share(step).tolist() for step in range(7, 10)] == drawn[6:]
+    with pytest.raises(DataError, match="state_dict of the Drawing has what a checkpoint cannot"):
+        feed_of(Drawing(random.Random(3)), Share(2, 0, 1), 3)  # noqa: S311 (no secret)
 
 
 def test_workers_walk_ahead() -> None:

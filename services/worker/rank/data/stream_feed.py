@@ -9,7 +9,7 @@ import pickle
 import random
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Final, Protocol, cast
@@ -33,6 +33,13 @@ _EPOCH: Final = "epoch"
 _IN_EPOCH: Final = "in_epoch"
 _SOURCE: Final = "source"
 _AGAIN: Final = "again"
+_OF_ARRAYS: Final[list[Any]] = [
+    *(
+        each.__reduce__()[0] for each in (np.zeros(1), np.float64(0))
+    ),  # what makes arrays and scalars
+    *(np.ndarray, np.dtype, *(type(np.dtype(code)) for code in np.typecodes["All"] if code != "O")),
+]
+"""What NumPy's arrays and scalars are read back with."""
 
 
 class _Stateful(Protocol):
@@ -123,7 +130,7 @@ class Walk:
             place = {_EPOCH: item.epoch, _IN_EPOCH: item.in_epoch + item.used}
             mark, again = item.before, item.used
         state = {_SAMPLES: self.samples, **place}
-        source = None if mark is None else mark.text()
+        source = None if mark is None else mark.text(type(self._source.dataset).__name__)
         return state if source is None else {**state, _SOURCE: source, _AGAIN: again}
 
     def go_to(self, state: Mapping[str, Any]) -> None:
@@ -165,7 +172,7 @@ class Walk:
                 break
         seed_all(derive(self._seed, "stream", epoch))
         if state is not None and self._stateful is not None:
-            found = torch.load(io.BytesIO(base64.b64decode(state)), weights_only=True)
+            found = _loaded(base64.b64decode(state))
             self._stateful.load_state_dict(found["source"])
             self._given = self._iterate()
             _set_random(found["random"])
@@ -239,15 +246,30 @@ class _Mark:
     source: Any
     random: list[Any]
 
-    def text(self) -> str | None:
-        """As text; None: the source says nothing, or what cannot be read without running code."""
+    def text(self, source: str) -> str | None:
+        """As text; None: the source, a class of the name ``source``, says nothing.
+
+        Raises:
+            DataError: It says what cannot be read without running code.
+        """
+        if not self.source:
+            return None
         kept = io.BytesIO()
-        with suppress(pickle.PickleError, RuntimeError, TypeError, AttributeError, ValueError):
-            if self.source:
-                torch.save({"source": self.source, "random": _plain(self.random)}, kept)
-                torch.load(io.BytesIO(kept.getvalue()), weights_only=True)
-                return base64.b64encode(kept.getvalue()).decode()
-        return None
+        try:
+            torch.save({"source": self.source, "random": _plain(self.random)}, kept)
+            _loaded(kept.getvalue())
+        except (pickle.PickleError, RuntimeError, TypeError, AttributeError, ValueError) as error:
+            raise DataError(
+                f"data.factory: the state_dict of the {source} has what a checkpoint cannot hold: give dicts, lists "
+                "and tuples of numbers, text, bytes, tensors and NumPy's arrays, or no state_dict, and "
+                "a resumed run reads the stream again"
+            ) from error
+        return base64.b64encode(kept.getvalue()).decode()
+
+
+def _loaded(content: bytes) -> Any:  # noqa: ANN401 (what was saved)
+    with torch.serialization.safe_globals(_OF_ARRAYS):
+        return torch.load(io.BytesIO(content), weights_only=True)
 
 
 class StreamFeed:
@@ -279,6 +301,7 @@ class StreamFeed:
             raise DataError(
                 f"data.factory: the {type(source.dataset).__name__} is empty; it gave no sample"
             )
+        self._walk.state()  # what cannot be saved is refused at once
         self._first = first
         self._sample = self._joined(first[:1], 1)
         self._digest = _digest(source, first)
