@@ -4,11 +4,13 @@ import itertools
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file
 
+from fsdp_core.plan.model import UnitPlan
 from services.contract.jobs.specs import JobSpec
 from services.contract.messages.rank_pipe import (
     RankCheckpointBegan,
@@ -27,6 +29,8 @@ from tests.rank.test_checkpoints import seat_of
 
 Spec = Callable[..., JobSpec]
 
+MODELS = "tests.rank.user_models"
+SLOW = (UnitPlan(("embedding",)), UnitPlan(("slow",)))
 GATED = "tests.rank.gated_trainer:train"
 PATIENCE_S = 60
 
@@ -55,6 +59,48 @@ def test_what_is_copied_after_the_next_backward_pass_is_the_agreed_step_bit_for_
         assert all(torch.equal(one[name], other[name]) for name in one)
     # Rank 0 saves the buffers. Each of the passes after step 3 changed it before it could be copied.
     assert saved(beside, 0, 3)["model.memory"].ne(saved(beside, 0, 6)["model.memory"]).all()
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"model": {"factory": f"{MODELS}:Slow"}},
+        {
+            "model": None,
+            "trainable": {"factory": "tests.rank.user_trainables:Shrinking"},
+            "data": {"factory": "tests.rank.user_vision:Pictures"},
+            "loss": {"factory": "cross_entropy"},
+        },
+    ],
+)
+def test_what_user_code_changes_before_an_update_is_saved_as_it_was(
+    ranks: Ranks, spec: Spec, changes: dict[str, Any]
+) -> None:
+    plain = spec().model_dump(mode="json") | changes
+    modes = [
+        JobSpec.model_validate(plain | {"checkpoint": {"every_steps": 3, "mode": mode}})
+        for mode in ("sync", "async")
+    ]
+    units = SLOW if changes["model"] else ()
+    at_once = ranks.start(modes[0], units=units).succeeded()
+    beside = ranks.start(modes[1], fence=2, units=units, trainer=GATED).succeeded()
+    for rank in (0, 1):
+        one, other = saved(at_once, rank, 3), saved(beside, rank, 3)
+        assert one.keys() == other.keys()
+        assert [name for name in one if not torch.equal(one[name], other[name])] == []
+
+
+@pytest.mark.ranks
+def test_a_forward_that_changes_a_sharded_parameter_costs_the_checkpoint(
+    ranks: Ranks, spec: Spec
+) -> None:
+    job = spec(model={"factory": f"{MODELS}:Bounded", "args": {}})
+    attempt = ranks.start(job, units=SLOW, trainer=GATED).succeeded()
+    for rank in (0, 1):
+        (failed,) = attempt.of_kind(rank, RankCheckpointFailed)
+        assert "model.embedding.weight was changed between two optimizer steps" in failed.reason
+        assert [vote.step for vote in attempt.of_kind(rank, RankVote)] == [6]
 
 
 @pytest.mark.ranks
@@ -112,7 +158,7 @@ class Saves:
 
     def begin(self, step: int, lasting: torch.Tensor, passing: torch.Tensor) -> None:
         tensors = {"lasting": lasting, "passing": passing}
-        self.writer.save(TrainingState(step, 0.5, tensors, {}, frozenset({"lasting"})))
+        self.writer.save(TrainingState(step, 0.5, tensors, {}, {"lasting": lasting}))
 
     def written(self) -> dict[str, list[float]]:
         vote = self.told[-1]

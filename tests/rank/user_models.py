@@ -68,6 +68,32 @@ class PartlyFrozen(Noisy):
         return logits
 
 
+class Slow(nn.Module):
+    """Has a part that follows another before each pass, as a momentum encoder does; no optimizer trains it."""
+
+    def __init__(self, dim: int = 16) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(VOCAB, dim)
+        self.slow = nn.Embedding(VOCAB, dim).requires_grad_(requires_grad=False)
+        self.head = nn.Linear(dim, VOCAB, bias=False)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        if self.training:
+            self.slow.weight.data.lerp_(self.embedding.weight.data, 0.5)
+        logits: torch.Tensor = self.head(self.embedding(tokens) + self.slow(tokens))
+        return logits
+
+
+class Bounded(Slow):
+    """Bounds before each pass what its optimizer trains."""
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        if self.training:
+            with torch.no_grad():
+                self.embedding.weight.clamp_(-1, 1)
+        return super().forward(tokens)
+
+
 class Forking(Noisy):
     """Forks a process in its third pass that ends as a program does, and waits for that."""
 

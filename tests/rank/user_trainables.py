@@ -157,6 +157,15 @@ class Spoilt(Alone):
         return found
 
 
+class Shrinking(Alone):
+    """Shrinks what it trains before each pass."""
+
+    def train_batch(self, batch: Batch, context: Context) -> Loss:
+        for parameter in context.models["model"].parameters():
+            parameter.data.mul_(0.9)
+        return context.loss(batch)
+
+
 class Accumulating(Alone):
     """Steps with the gradients of two steps, whenever the number of one is even."""
 

@@ -7,7 +7,7 @@ waits for them only where it is about to update.
 
 import contextlib
 import threading
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Protocol
 
 import torch
@@ -98,6 +98,7 @@ class Staged:
     Args:
         copies: By name; ``make`` adds those of ``originals``.
         originals: What is still to be copied.
+        wholes: What each of them is the local part of, itself if it is none.
         lane: Where they are copied.
     """
 
@@ -105,12 +106,14 @@ class Staged:
         self,
         copies: dict[str, torch.Tensor],
         originals: Mapping[str, torch.Tensor],
+        wholes: Mapping[str, torch.Tensor],
         lane: CopyLane,
     ) -> None:
         self._copies = copies
         self._originals = originals
+        self._wholes = wholes
         self._lane = lane
-        self._versions = {name: _version(tensor) for name, tensor in originals.items()}
+        self._versions = {name: self._version(name) for name in originals}
         self._verdict = threading.Lock()
         self._changed: list[str] | None = None
         self._handed_over = threading.Event()
@@ -157,11 +160,16 @@ class Staged:
         with self._verdict:
             if self._changed is None:
                 self._changed = [
-                    name
-                    for name, original in self._originals.items()
-                    if _version(original) != self._versions[name]
+                    name for name in self._originals if self._version(name) != self._versions[name]
                 ]
             return self._changed
+
+    def _version(self, name: str) -> tuple[int, int]:
+        """Grows with each change in place, through whichever alias but those of ``.data``.
+
+        What changes a DTensor does not count for its local part.
+        """
+        return _version(self._originals[name]), _version(self._wholes[name])
 
 
 class Staging:
@@ -181,7 +189,9 @@ class Staging:
         """Of the copies, those included that are still to be made."""
         return self._nbytes
 
-    def begin(self, tensors: Mapping[str, torch.Tensor], lasting: Collection[str]) -> Staged:
+    def begin(
+        self, tensors: Mapping[str, torch.Tensor], lasting: Mapping[str, torch.Tensor]
+    ) -> Staged:
         """Copies ``tensors`` but for those named in ``lasting``, whose copies ``make`` makes.
 
         What an earlier call staged must be made, and is no longer there.
@@ -193,7 +203,7 @@ class Staging:
                 copy = _place(tensor, self._kept.get(name))
                 self._kept[name] = copy.copy_(tensor, non_blocking=True)
         originals = {name: tensor for name, tensor in tensors.items() if name in lasting}
-        return Staged(self._kept, originals, self._lane(tensors))
+        return Staged(self._kept, originals, lasting, self._lane(tensors))
 
     def _lane(self, tensors: Mapping[str, torch.Tensor]) -> CopyLane:
         device = next((t.device for t in tensors.values() if t.is_cuda), None)
@@ -211,5 +221,4 @@ def _place(tensor: torch.Tensor, kept: torch.Tensor | None) -> torch.Tensor:
 
 
 def _version(tensor: torch.Tensor) -> int:
-    """Grows with each change in place, through whichever alias but those of ``.data``."""
     return tensor._version  # noqa: SLF001 the only name that PyTorch has for it

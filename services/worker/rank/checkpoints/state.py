@@ -45,6 +45,7 @@ from services.worker.rank.optim.own_values import Values, changed, number_keys, 
 from services.worker.rank.optim.several import parameters_of
 from services.worker.rank.seeds import derive
 
+MODEL: Final = "model."
 OPTIMIZER: Final = "optim."
 _KEY: Final = "meshloom"
 _VERSION: Final = 1
@@ -110,6 +111,7 @@ class TrainedParts:
         data: Where it is in the data; None: the step says it.
         early_stop: How its evaluations went, where they decide on its end.
         first_values: The own values of each optimizer as it was made.
+        is_changed_by_user: Whether code that may change any of it runs between two updates.
     """
 
     model: nn.Module
@@ -124,6 +126,7 @@ class TrainedParts:
     data: Feed | None = None
     early_stop: Told | None = None
     first_values: Sequence[Values] = ()
+    is_changed_by_user: bool = False
 
 
 @dataclass(frozen=True)
@@ -135,7 +138,7 @@ class TrainingState:
         loss: Of the last of them; None before the first.
         tensors: By name, where they are: the next step changes them.
         text: The boxes and the random states that are no tensors, as safetensors metadata.
-        lasting: Names of the tensors that nothing but the optimizer's step changes.
+        lasting: Those that nothing but the optimizer's step changes, with what they are the local part of.
         evaluation: The validation loss after the step and metrics; empty if there was no pass.
     """
 
@@ -143,7 +146,7 @@ class TrainingState:
     loss: float | None
     tensors: Mapping[str, torch.Tensor]
     text: Mapping[str, str]
-    lasting: frozenset[str] = frozenset()
+    lasting: Mapping[str, torch.Tensor] = field(default_factory=dict)
     evaluation: Mapping[str, float] = field(default_factory=dict)
 
 
@@ -168,9 +171,6 @@ def capture(
     } | dict({} if parts.ema is None else parts.ema.tensors)
     beside = flattened({} if parts.beside is None else parts.beside.state_dict())
     state = {**model, **changed_by_update, **pending_gradients(parts.model), **beside.tensors}
-    # Modules compute with whole copies of sharded parameters. Anything else, buffers above all,
-    # they may change in a forward pass.
-    sharded = {name for name, tensor in model.items() if isinstance(tensor, DTensor)}
     entries = local_shards(state, parts.gang.mesh, all_save=whole_everywhere)
     tensors = {entry.fqn: entry.tensor for entry in entries}
     tensors |= random_tensors(parts.gang.device)
@@ -206,14 +206,24 @@ def capture(
         about["scaler"] = parts.scaler.state()
     if parts.early_stop is not None:
         about["early_stop"] = dict(parts.early_stop.state())
-    lasting = frozenset(
-        name
-        for name in tensors
-        if name in sharded
-        or name.removeprefix(own_tensors.PREFIX) in changed_by_update
-        or name.startswith(FILE)
-    )
+    lasting: dict[str, torch.Tensor] = {}
+    if not parts.is_changed_by_user:
+        kept = _trained(parts, model) | changed_by_update
+        names = {name: name.removeprefix(own_tensors.PREFIX) for name in tensors}
+        lasting = {name: kept[inner] for name, inner in names.items() if inner in kept}
     return TrainingState(step, loss, tensors, as_text(about), lasting, evaluation or {})
+
+
+def _trained(parts: TrainedParts, model: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """What an optimizer trains of the model.
+
+    Modules compute with whole copies of sharded parameters. Anything else they may change in a forward
+    pass: buffers, and parameters that are trained otherwise, as those of a teacher.
+    """
+    held = {each for optimizer in parts.optimizers for each in parameters_of(optimizer)}
+    named = parts.model.named_parameters()
+    names = {f"{MODEL}{name}" for name, each in named if each in held and each.requires_grad}
+    return {n: each for n, each in model.items() if n in names and isinstance(each, DTensor)}
 
 
 def restore(parts: TrainedParts, readers: Iterable[Reader]) -> None:

@@ -127,7 +127,7 @@ class CheckpointWriter:
             if self._mode == "sync":
                 self._write(checkpoint, state, state.tensors)
                 return
-            lasting = state.lasting if self._copies_beside else frozenset[str]()
+            lasting = state.lasting if self._copies_beside else {}
             staged = self._staging.begin(state.tensors, lasting)
             thread = threading.Thread(
                 target=self._write_staged,

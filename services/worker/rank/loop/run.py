@@ -96,11 +96,15 @@ class Run:
     @property
     def loss_unit(self) -> LossUnit:
         """Nats where the loss is that of the next token; what a user's ``train_batch`` gives has none."""
-        if type(self.trainable).train_batch is not Trainable.train_batch:
+        if self._trains_by_user:
             return ""
         chosen = self.spec.loss
         is_next_token = self.counts_tokens if chosen is None else chosen.factory == "next_token"
         return "nats" if is_next_token else ""
+
+    @property
+    def _trains_by_user(self) -> bool:
+        return type(self.trainable).train_batch is not Trainable.train_batch
 
     @property
     def model(self) -> nn.Module:
@@ -127,6 +131,7 @@ class Run:
             data=self.data,
             early_stop=self.early_stop,
             first_values=tuple(self.optimizers.first_values.values()),
+            is_changed_by_user=self._trains_by_user,
         )
 
     @property
