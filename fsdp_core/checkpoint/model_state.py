@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterable
-from itertools import chain
 from typing import TYPE_CHECKING, Protocol, cast
 
 import torch
@@ -45,9 +45,9 @@ def model_state(model: nn.Module) -> dict[str, torch.Tensor]:
 def load_model_state(model: nn.Module, saved: Iterable[SavedShard]) -> None:
     """Fills the model from shards named as by `model_state`, saved at any world size.
 
-    If hooks of the model gave copies for its state dict, it takes the filled copies by its own
-    ``load_state_dict``. Gathers in flight are dropped, so that the next forward computes with what was loaded. Call it on all
-    ranks: one that drops its gathers alone gets a `DesyncError` in the next forward.
+    Then the model is given what was filled by its own ``load_state_dict``: its modules may have given
+    copies for the state dict, or keep what follows from it. Gathers in flight are dropped, so that the next
+    forward computes with what was loaded. Call it on all ranks: one that drops its gathers alone gets a `DesyncError` in the next forward.
 
     Args:
         model: Sharded or not; on a real device.
@@ -66,18 +66,25 @@ def load_model_state(model: nn.Module, saved: Iterable[SavedShard]) -> None:
         )
     _drop_gathers(model)
     fill_from_shards(target, mine)
-    if not _share_memory(model, target.values()):
-        # Its own dict, not one of ours: that says of which version the modules are.
-        state = model.state_dict()
-        state.update({name.removeprefix(PREFIX): each for name, each in target.items()})
-        told = model.load_state_dict(state, strict=False)
-        if told.unexpected_keys:
-            _refuse_unfilled(model, told.missing_keys, target.values())
+    # Its own dict, not one of ours: that says of which version the modules are.
+    state = model.state_dict(keep_vars=True)
+    state.update({name.removeprefix(PREFIX): each for name, each in target.items()})
+    told = _give(model, state)
+    if told is not None and told.unexpected_keys:
+        _refuse_unfilled(model, told.missing_keys, target.values())
 
 
-def _share_memory(model: nn.Module, state: Iterable[torch.Tensor]) -> bool:
-    own = {_memory(each) for each in chain(model.parameters(), model.buffers())}
-    return all(_memory(each) in own for each in state)
+class _Keys(Protocol):
+    missing_keys: list[str]
+    unexpected_keys: list[str]
+
+
+def _give(model: nn.Module, state: dict[str, torch.Tensor]) -> _Keys | None:
+    # One of the user's own may neither take `strict` nor answer anything.
+    accepted = inspect.signature(model.load_state_dict).parameters.values()
+    takes_strict = any(each.name == "strict" or each.kind is each.VAR_KEYWORD for each in accepted)
+    options = {"strict": False} if takes_strict else {}
+    return cast("_Keys | None", model.load_state_dict(state, **options))
 
 
 def _refuse_unfilled(

@@ -64,6 +64,14 @@ def test_every_random_state_is_resumed(trained: Trained, ranks: Ranks, spec: Spe
 
 
 @pytest.mark.ranks
+def test_a_model_is_told_that_it_was_loaded(trained: Trained, ranks: Ranks, spec: Spec) -> None:
+    job = spec(model={"factory": "tests.rank.user_models:Counting", "args": {}})
+    source = trained.committed(3, ranks, job, units=()).checkpoint_id
+    resumed = ranks.start(job, fence=2, resume_from=source, units=()).succeeded()
+    assert resumed.losses() == trained.of(job, units=()).losses_after(3)
+
+
+@pytest.mark.ranks
 def test_a_module_that_is_set_to_evaluate_stays_so_after_an_evaluation(
     trained: Trained, ranks: Ranks, spec: Spec
 ) -> None:

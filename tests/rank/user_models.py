@@ -68,6 +68,29 @@ class PartlyFrozen(Noisy):
         return logits
 
 
+class Counting(Noisy):
+    """Counts its passes in a number, and writes it into a buffer for the state dict, from which it takes it back."""
+
+    counted: torch.Tensor
+
+    def __init__(self, dim: int = 16) -> None:
+        super().__init__(dim)
+        self._passes = 0
+        self.register_buffer("counted", torch.tensor(0))
+        self.register_load_state_dict_post_hook(self._loaded)  # type: ignore[no-untyped-call]  # PyTorch's
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        if self.training:
+            self._passes += 1
+            self.counted.fill_(self._passes)
+        return super().forward(tokens) * (1 + 0.1 * self._passes)
+
+    @staticmethod
+    def _loaded(model: nn.Module, _: object) -> None:
+        assert isinstance(model, Counting)
+        model._passes = int(model.counted)
+
+
 class Slow(nn.Module):
     """Has a part that follows another before each pass, as a momentum encoder does; no optimizer trains it."""
 

@@ -209,8 +209,8 @@ def capture(
     lasting: dict[str, torch.Tensor] = {}
     if not parts.is_changed_by_user:
         kept = _trained(parts, model) | changed_by_update
-        names = {name: name.removeprefix(own_tensors.PREFIX) for name in tensors}
-        lasting = {name: kept[inner] for name, inner in names.items() if inner in kept}
+        inner = {name: name.removeprefix(own_tensors.PREFIX) for name in tensors}
+        lasting = {name: kept[plain] for name, plain in inner.items() if plain in kept}
     return TrainingState(step, loss, tensors, as_text(about), lasting, evaluation or {})
 
 
