@@ -85,6 +85,14 @@ def test_a_module_that_is_set_to_evaluate_stays_so_after_an_evaluation(
 
 
 @pytest.mark.ranks
+def test_a_run_that_starts_over_draws_the_same_random_numbers(
+    trained: Trained, ranks: Ranks, spec: Spec
+) -> None:
+    again = ranks.start(spec(model=NOISY), units=()).succeeded()
+    assert again.losses() == trained.of(spec(model=NOISY), units=()).losses()
+
+
+@pytest.mark.ranks
 @pytest.mark.parametrize(("saved", "loaded"), [(2, 1), (2, 3), (1, 2), (4, 2)])
 def test_a_run_resumes_at_another_world_size_with_optimizer_and_data_position(
     trained: Trained, ranks: Ranks, spec: Spec, saved: int, loaded: int

@@ -9,6 +9,7 @@ import torch
 
 _TORCH: Final = "random.torch"
 _CUDA: Final = "random.cuda"
+_NUMPY_SEEDS: Final = 1 << 32
 RANDOM_NAMES: Final = (_TORCH, _CUDA)
 """Names of tensors in a shard file that nothing else may have."""
 
@@ -32,6 +33,13 @@ def random_tensors(device: torch.device) -> dict[str, torch.Tensor]:
 def random_text() -> dict[str, Any]:
     """Those that are no tensors, as JSON."""
     return {"python_random": random.getstate(), "numpy_random": _numpy_state()}
+
+
+def seed_random(seed: int) -> None:
+    """Seeds all of them: those of Python, NumPy, and torch on every device."""
+    random.seed(seed)
+    np.random.seed(seed % _NUMPY_SEEDS)
+    torch.manual_seed(seed)
 
 
 def restore_random(device: torch.device, reader: HasTensors, about: Mapping[str, Any]) -> None:

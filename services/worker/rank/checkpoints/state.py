@@ -35,6 +35,7 @@ from services.worker.rank.checkpoints.random_state import (
     random_tensors,
     random_text,
     restore_random,
+    seed_random,
 )
 from services.worker.rank.data.source import BEGINNING, Feed
 from services.worker.rank.gang.groups import Gang
@@ -266,7 +267,7 @@ def restore(parts: TrainedParts, readers: Iterable[Reader]) -> None:
         return
     # On another mesh no saved rank is this one. A seed of its own is as good as any, and the same
     # whenever the same checkpoint is resumed on this mesh.
-    torch.manual_seed(derive(parts.seed, "rank", parts.gang.data_rank, "resumed at", step))
+    seed_random(derive(parts.seed, "rank", parts.gang.data_rank, "resumed at", step))
 
 
 def _shards_for(

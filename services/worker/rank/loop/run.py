@@ -7,7 +7,6 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-import torch
 from torch import nn
 
 from fsdp_core import TrainingState, observe
@@ -17,6 +16,7 @@ from services.contract.jobs.plans import default_micro_batch
 from services.contract.jobs.specs import JobSpec
 from services.contract.messages.rank_pipe import LossUnit, RankSeat
 from services.worker.rank import registry
+from services.worker.rank.checkpoints.random_state import seed_random
 from services.worker.rank.checkpoints.state import TrainedParts
 from services.worker.rank.data.batches import counts_differ, predicted_tokens
 from services.worker.rank.data.checks import check_tokenizer
@@ -194,7 +194,7 @@ def build(seat: RankSeat, gang: Gang, watch: BoardWatch) -> Run:
     at_steps = spec.evaluation is not None and spec.evaluation.at_steps
     # From here on the ranks differ: dropout must not drop the same places on all of them. Those
     # of one tp group compute one thing together, so they must agree.
-    torch.manual_seed(derive(spec.train.seed, "rank", gang.data_rank))
+    seed_random(derive(spec.train.seed, "rank", gang.data_rank))
     return Run(
         spec=spec,
         gang=gang,
