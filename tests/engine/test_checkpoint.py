@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, cast
 
@@ -336,6 +336,23 @@ def rename(_: nn.Module, state: dict[str, torch.Tensor], *__: object) -> None:
 def rename_back(_: nn.Module, state: dict[str, torch.Tensor], *__: object) -> None:
     for name in tuple(state):
         state[name.removeprefix("old_")] = state.pop(name)
+
+
+class Brief(nn.Linear):
+    """Keeps its weight's sum, and takes a state dict as many do: without ``strict``, and without an answer."""
+
+    total: torch.Tensor | None = None
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:  # type: ignore[override]  # what is tried
+        super().load_state_dict(state_dict)
+        self.total = self.weight.detach().sum()
+
+
+def test_a_model_may_take_its_state_without_strict_and_without_an_answer() -> None:
+    source, model = Brief(3, 2), Brief(3, 2)
+    load_model_state(model, whole_shards(model_state(source)))
+    assert torch.equal(model.weight, source.weight)
+    assert model.total == source.weight.sum()
 
 
 def counting(ctx: RankContext, seed: int) -> Counting:

@@ -131,6 +131,8 @@ class LoopContext:
             _multiply_gradients(parameters, 1.0 / scale)
             for each in optimizers:
                 each.step()
+        for each in optimizers:
+            each.zero_grad()
         # Those of parameters that no optimizer has would add up, and count in each later norm.
         for parameter in parameters:
             parameter.grad = None
