@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import inspect
-from collections.abc import Iterable
-from typing import TYPE_CHECKING, Protocol, cast
+from collections.abc import Iterable, Iterator
+from typing import TYPE_CHECKING, Protocol, cast, runtime_checkable
 
 import torch
 
@@ -68,23 +69,53 @@ def load_model_state(model: nn.Module, saved: Iterable[SavedShard]) -> None:
     fill_from_shards(target, mine)
     # Its own dict, not one of ours: that says of which version the modules are.
     state = model.state_dict(keep_vars=True)
-    state.update({name.removeprefix(PREFIX): each for name, each in target.items()})
-    told = _give(model, state)
-    if told is not None and told.unexpected_keys:
+    filled = {name.removeprefix(PREFIX): each for name, each in target.items()}
+    # By all names of a tied tensor: the last one is what counts.
+    by_first = {id(state[name]): each for name, each in filled.items() if name in state}
+    state.update(
+        {n: by_first[id(each)] for n, each in state.items() if id(each) in by_first} | filled
+    )
+    with _parameters_kept(model):
+        told = _give(model, state)
+    if isinstance(told, _Keys) and told.unexpected_keys:
         _refuse_unfilled(model, told.missing_keys, target.values())
 
 
+@runtime_checkable
 class _Keys(Protocol):
     missing_keys: list[str]
     unexpected_keys: list[str]
 
 
-def _give(model: nn.Module, state: dict[str, torch.Tensor]) -> _Keys | None:
+def _give(model: nn.Module, state: dict[str, torch.Tensor]) -> object:
     # One of the user's own may neither take `strict` nor answer anything.
     accepted = inspect.signature(model.load_state_dict).parameters.values()
     takes_strict = any(each.name == "strict" or each.kind is each.VAR_KEYWORD for each in accepted)
     options = {"strict": False} if takes_strict else {}
-    return cast("_Keys | None", model.load_state_dict(state, **options))
+    return cast("object", model.load_state_dict(state, **options))
+
+
+@contextlib.contextmanager
+def _parameters_kept(model: nn.Module) -> Iterator[None]:
+    """Values of parameters that modules replace meanwhile go into the old ones, which optimizers hold."""
+    held = [
+        (module, name, parameter)
+        for module in model.modules()
+        for name, parameter in module.named_parameters(recurse=False, remove_duplicate=False)
+    ]
+    yield
+    is_replaced = False
+    for module, name, parameter in held:
+        now = torch_private.parameter_at(module, name)
+        if now is None or now is parameter:
+            continue
+        with torch.no_grad():
+            local_part(parameter)[1].copy_(local_part(now)[1])
+        torch_private.set_parameter(module, name, parameter)
+        is_replaced = True
+    if is_replaced:
+        for unit in _units(model):
+            unit._get_fsdp_state().refresh()  # noqa: SLF001 see `_units`
 
 
 def _refuse_unfilled(
@@ -109,11 +140,22 @@ def _memory(tensor: torch.Tensor) -> int | None:
     return torch_private.storage_start(local)
 
 
+class _State(Protocol):
+    def refresh(self) -> None: ...
+
+
 class _Unit(Protocol):
     def reshard(self) -> None: ...
 
+    def _get_fsdp_state(self) -> _State: ...
 
-def _drop_gathers(model: nn.Module) -> None:
+
+def _units(model: nn.Module) -> Iterator[_Unit]:
     for module in model.modules():
         if hasattr(module, "_get_fsdp_state"):  # the name by which units are found
-            cast("_Unit", module).reshard()
+            yield cast("_Unit", module)
+
+
+def _drop_gathers(model: nn.Module) -> None:
+    for unit in _units(model):
+        unit.reshard()
