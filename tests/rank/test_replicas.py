@@ -55,7 +55,9 @@ def started(tmp_path: Path) -> Iterator[Callable[..., ReplicaJob]]:
     jobs: list[ReplicaJob] = []
 
     def start(spec: JobSpec, trainer: str = DEFAULT_TRAINER) -> ReplicaJob:
-        jobs.append(ReplicaJob(tmp_path, spec, trainer))
+        root = tmp_path / str(len(jobs))
+        root.mkdir()
+        jobs.append(ReplicaJob(root, spec, trainer))
         jobs[-1].start()
         return jobs[-1]
 
@@ -83,6 +85,20 @@ def test_a_lost_replica_costs_no_step_and_comes_back_from_memory(
     returned = job.losses(0)
     assert returned.items() <= found.items()
     assert max(returned) == STEPS
+
+
+def test_whoever_computes_a_share_draws_the_same_random_numbers(
+    started: Callable[..., ReplicaJob], library: Path
+) -> None:
+    """Of torch, Python and NumPy."""
+    spec = lasting(library, 2, model={"factory": "tests.rank.user_models:Noisy", "args": {}})
+    whole = started(spec)
+    whole.succeeded()
+    job = started(spec)
+    job.until_step(4, 1)
+    job.lose(0)
+    job.succeeded()
+    assert job.losses(1) == pytest.approx(whole.losses(1), abs=1e-5)
 
 
 def test_a_replica_that_is_cut_off_holds_up_no_other(

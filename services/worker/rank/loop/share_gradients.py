@@ -17,6 +17,7 @@ from torch.distributed.tensor import DTensor
 
 from fsdp_core import FSDPModule
 from meshloom.data import Batch
+from services.worker.rank.checkpoints.random_state import seed_random
 from services.worker.rank.data import batches
 from services.worker.rank.data.checks import explain
 from services.worker.rank.data.share import Share
@@ -208,7 +209,7 @@ class ShareGradients:
         count = batches.predicted_tokens if run.counts_tokens else batches.rows
         for number, (part, place, micro) in enumerate(passes, start=1):
             words = (part.share, part.first, place, run.gang.data_rank)
-            torch.manual_seed(derive(run.spec.train.seed, "part", step, *words))
+            seed_random(derive(run.spec.train.seed, "part", step, *words))
             for model in models:
                 model.set_requires_gradient_sync(number == len(passes))
             try:
