@@ -133,9 +133,10 @@ class LoopContext:
                 each.step()
         for each in optimizers:
             each.zero_grad()
-        # Those of parameters that no optimizer has would add up, and count in each later norm.
-        for parameter in parameters:
-            parameter.grad = None
+        if not run.trainable.steps_itself:
+            # Those of parameters that no optimizer has would add up, and count in each later norm.
+            for parameter in parameters:
+                parameter.grad = None
 
     def _refuse_unless_steps_itself(self, called: str) -> None:
         trainable = self._run.trainable
