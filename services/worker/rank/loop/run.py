@@ -96,15 +96,11 @@ class Run:
     @property
     def loss_unit(self) -> LossUnit:
         """Nats where the loss is that of the next token; what a user's ``train_batch`` gives has none."""
-        if self._trains_by_user:
+        if _trains_by_user(self.trainable):
             return ""
         chosen = self.spec.loss
         is_next_token = self.counts_tokens if chosen is None else chosen.factory == "next_token"
         return "nats" if is_next_token else ""
-
-    @property
-    def _trains_by_user(self) -> bool:
-        return type(self.trainable).train_batch is not Trainable.train_batch
 
     @property
     def model(self) -> nn.Module:
@@ -131,7 +127,7 @@ class Run:
             data=self.data,
             early_stop=self.early_stop,
             first_values=tuple(self.optimizers.first_values.values()),
-            is_changed_by_user=self._trains_by_user,
+            is_changed_by_user=_trains_by_user(self.trainable),
         )
 
     @property
@@ -217,6 +213,10 @@ def build(seat: RankSeat, gang: Gang, watch: BoardWatch) -> Run:
         early_stop=None if spec.train.early_stop is None else EarlyStop(spec.train.early_stop),
         watch=watch,
     )
+
+
+def _trains_by_user(trainable: Trainable) -> bool:
+    return type(trainable).train_batch is not Trainable.train_batch
 
 
 def _fingerprint(digest: str) -> bytes:
