@@ -399,9 +399,10 @@ def test_nothing_of_a_question_that_nobody_answers_stays(plane: ControlPlane) ->
     assert all(0 < int(str(plane.redis.ttl(name))) <= 60 for name in left)
 
 
-def test_events_of_an_ended_job_are_told_whole_before_and_after_they_went(
+def closed_with_events(
     plane: ControlPlane,
-) -> None:
+) -> tuple[str, list[dict[str, Any]], list[tuple[str, str]]]:
+    """An ended job whose records storage has: its events as they were told before, and as they were stored."""
     gang = trained(plane)
     job_id = gang.job_id
     for at in range(4, 8):
@@ -410,6 +411,13 @@ def test_events_of_an_ended_job_are_told_whole_before_and_after_they_went(
     before = plane.get(f"/v1/jobs/{job_id}/events?limit=1000")["items"]
     stored = rows(plane.redis, keys.job_events(job_id))
     closes(plane, command, events_to=stored[-1][0])
+    return job_id, before, stored
+
+
+def test_events_of_an_ended_job_are_told_whole_before_and_after_they_went(
+    plane: ControlPlane,
+) -> None:
+    job_id, before, stored = closed_with_events(plane)
     assert plane.redis.xlen(keys.job_events(job_id)) == keys.LAST_EVENTS_KEPT
     assert plane.get(f"/v1/jobs/{job_id}/events?limit=1000")["items"] == before
     page = plane.get(f"/v1/jobs/{job_id}/events?limit=3&cursor={before[1]['id']}")
@@ -430,14 +438,7 @@ def test_of_events_that_are_brought_back_no_more_is_read_than_a_controller_can_h
     plane: ControlPlane, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Any agent may add to them: what is read takes five times as much, and is kept beside jobs and tokens."""
-    gang = trained(plane)
-    job_id = gang.job_id
-    for at in range(4, 8):
-        plane.agent.saves(gang, at, number=at)
-    command = ended(plane, gang)
-    before = plane.get(f"/v1/jobs/{job_id}/events?limit=1000")["items"]
-    stored = rows(plane.redis, keys.job_events(job_id))
-    closes(plane, command, events_to=stored[-1][0])
+    job_id, before, stored = closed_with_events(plane)
     plane.redis.delete(keys.job_older_events(job_id))
     forget(plane.redis, job_id)
     monkeypatch.setattr(telemetry, "_LONGEST_EVENTS", 64 << 10)
