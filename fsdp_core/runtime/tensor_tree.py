@@ -7,6 +7,7 @@ from collections.abc import Callable, Collection, Iterable
 from typing import Any, TypeAlias, TypeVar, cast
 
 import torch
+from torch.nn.utils.rnn import PackedSequence
 
 from fsdp_core.errors import ArgumentError
 from fsdp_core.runtime.copies import Copies, copy_of
@@ -123,7 +124,9 @@ class _Mapping:
         return known
 
     def _apply_to_items(self, tree: Tree) -> object:
-        items = [self.apply(item) for item in tree]
+        # Lengths of packed sequences are the host's, on whatever device the rest is.
+        lengths = tree.batch_sizes if isinstance(tree, PackedSequence) else None
+        items = [item if item is lengths else self.apply(item) for item in tree]
         if all(new is old for new, old in zip(items, tree, strict=True)):
             return tree
         result: object

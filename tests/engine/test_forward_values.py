@@ -24,6 +24,7 @@ from torch.utils.checkpoint import checkpoint
 
 from fsdp_core import MixedPrecisionPolicy, fully_shard
 from fsdp_core.runtime import FSDPState
+from fsdp_core.runtime.tensor_tree import map_tensors
 from tests.engine.gang import Gangs, RankContext
 from tests.engine.sharded import held_unsharded_bytes, state, unit
 from tests.engine.versus import assert_equal, engines, train
@@ -156,6 +157,16 @@ def check_packed(ctx: RankContext) -> None:
     out = model(pack_sequence(rows))
     torch.autograd.backward(out.data.float().sum())
     assert all(p.grad is not None for p in model.parameters())
+
+
+def test_lengths_of_packed_sequences_stay_on_the_host() -> None:
+    packed = pack_sequence([torch.ones(n, WIDTH) for n in (2, 3)], enforce_sorted=False)
+    moved = map_tensors(lambda tensor: tensor.to("meta"), packed)
+    assert isinstance(moved, PackedSequence)
+    assert moved.batch_sizes is packed.batch_sizes
+    assert moved.data.is_meta
+    assert moved.sorted_indices is not None
+    assert moved.sorted_indices.is_meta
 
 
 def test_a_traced_module_trains_as_over_the_reference(gangs: Gangs) -> None:
