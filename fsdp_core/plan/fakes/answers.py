@@ -142,7 +142,7 @@ class AnsweringFakes(FakeTensorMode):  # type: ignore[no-untyped-call]  # PyTorc
                     tensor.stride(),
                     tensor.storage_offset(),
                     tensor.untyped_storage().nbytes(),
-                    tensor._fake_device,
+                    tensor.fake_device,
                     tensor.requires_grad,
                     tensor.is_conj(),
                     tensor.is_neg(),
