@@ -312,6 +312,29 @@ def test_every_pass_costs_what_does_not_shrink_with_the_micro_batch(profile: Mod
     assert of_passes(twice_as_fast, 1, timed).compute == pytest.approx(0.4 + 8 * 0.1)
 
 
+def test_of_a_device_and_the_host_that_launches_its_work_the_slower_one_counts(
+    profile: ModelProfile,
+) -> None:
+    def on(device_type: str, node: NodeFacts) -> StepTime:
+        there = replace(profile, device_type=device_type)
+        plan = ShardingPlan(MeshPlan(dp_replicate=4), LAYER_UNITS)
+        time = estimate(there, plan, Training(2, 4), node).time
+        assert time is not None
+        return time
+
+    def at(speed: float, node: NodeFacts) -> NodeFacts:
+        return replace(node, matmul_flops={"fp32": speed}, memory_bandwidth=speed)
+
+    costly = replace(NODE, dispatch_s=1e-4, unit_s=1e-2, parameter_s=1e-3, update_s=1e-3)
+    host, added = on("cuda", at(1e30, costly)), on("cpu", at(1e30, costly))
+    assert host.compute + host.engine == pytest.approx(added.compute + added.engine)
+    assert host.optimizer == pytest.approx(1e-3 * len(profile.parameters))
+    device = on("cuda", at(1.0, costly))
+    assert device == on("cuda", at(1.0, NODE))
+    assert device.engine == 0
+    assert on("cpu", at(1.0, costly)).total > device.total
+
+
 def test_gathers_in_groups_within_a_node_go_at_its_links_rate(profile: ModelProfile) -> None:
     def of_group(ranks: int, node: NodeFacts) -> Estimate:
         units = (UnitPlan(("layers.*",), reshard_after_forward=ranks),)

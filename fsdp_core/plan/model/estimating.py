@@ -289,6 +289,7 @@ def work_of(
         updated_bytes=updated_bytes,
         moved=moved,
         timed=profile.timed,
+        runs_ahead=profile.device_type != "cpu",
     )
 
 

@@ -101,6 +101,7 @@ class StepWork:
         updated_bytes: Parameters, gradients and state that the optimizer goes through.
         moved: What is sent.
         timed: Passes that were timed; None: there are none.
+        runs_ahead: Whether the host launches work that a device does later, and each hides the other.
     """
 
     micro_batch: int
@@ -115,6 +116,7 @@ class StepWork:
     updated_bytes: int
     moved: Moved
     timed: PassTimes | None = None
+    runs_ahead: bool = False
 
 
 @dataclass(frozen=True)
@@ -126,7 +128,7 @@ class StepTime:
         communication: By axis, as if nothing else ran.
         optimizer: Clipping, reading and writing what it updates.
         total: With what overlaps hidden.
-        engine: Hooks of the units, in all passes.
+        engine: Hooks of the units, in all passes; what a device's computation hides is not counted.
     """
 
     compute: float
@@ -176,7 +178,13 @@ def step_time(node: NodeFacts, mesh: MeshPlan, work: StepWork) -> StepTime:
     held = node.sharded_parameter_s if is_sharded else node.parameter_s
     engine = work.passes * (work.units * node.unit_s + work.parameters * held)
     # Each element is read, and parameter and state are written.
-    optimizer = work.updated * node.update_s + 2 * work.updated_bytes / node.memory_bandwidth
+    update = 2 * work.updated_bytes / node.memory_bandwidth
+    if work.runs_ahead:
+        issued = work.passes * _launched_s(node, mesh.tp, work) + engine
+        engine = max(0.0, issued - compute)
+        optimizer = max(update, work.updated * node.update_s)
+    else:
+        optimizer = update + work.updated * node.update_s
     optimizer += node.norm_s * is_sharded
     total = compute + engine + communication["tp"] + data - hidden + in_memory + optimizer
     return StepTime(
@@ -219,12 +227,16 @@ def _pass_s(node: NodeFacts, tp: int, work: StepWork) -> float:
     """One forward and backward."""
     products = work.flops / work.passes / node.rate(work.precision)
     if work.timed is None:
-        launched = work.operators * node.dispatch_s * (1 if tp == 1 else _SPLIT_DISPATCH)
-        return max(products, launched)
+        return max(products, _launched_s(node, tp, work))
     launched, seconds = _timed_s(work.timed, work.micro_batch, work.again)
     # Larger operators gain by the threads of a rank, and lose by the other ranks of its node.
     seconds = (seconds - launched) * work.timed.flops / node.rate("fp32") / tp
     return launched * (1 if tp == 1 else _SPLIT_DISPATCH) + seconds
+
+
+def _launched_s(node: NodeFacts, tp: int, work: StepWork) -> float:
+    """Until the host has launched all operators of a pass."""
+    return work.operators * node.dispatch_s * (1 if tp == 1 else _SPLIT_DISPATCH)
 
 
 def _timed_s(timed: PassTimes, micro_batch: int, again: float) -> tuple[float, float]:

@@ -77,7 +77,8 @@ def engine_costs(
 
     Args:
         device: Where this process computes.
-        group: Through which ranks exchange their data; None: there is but one.
+        group: Through which ranks exchange their data; None: there is but one. Collectives are measured
+            on the CPU, where they are the host's work.
         timer: Seconds that each of several things takes when all do it, taken in turns: only
             what saw the same disturbances can be subtracted.
     """
@@ -101,7 +102,7 @@ def engine_costs(
     sharded = max(cut, parameter)
     exchanges: dict[Kind, Exchange] = {}
     shared: dict[SharedWay, dict[Kind, Exchange]] = {}
-    if group is not None:
+    if group is not None and device.type == "cpu":  # a device hides what its link does not take
         held = (unit + _SOME * sharded, unit + _SOME * parameter)
         exchanges, shared = _exchanges(device, (shard, replicate), timer, held)
     return EngineCosts(

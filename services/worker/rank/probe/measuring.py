@@ -90,11 +90,9 @@ def node_facts(this: MeasuringRank, seats: int, processes: int) -> NodeFacts:
 
 
 def _with_engine(this: MeasuringRank, facts: NodeFacts, share: float) -> NodeFacts:
-    """What the engine takes, too: not of accelerators, on which it runs ahead of the device."""
-    if this.device_type != "cpu":
-        return facts
+    """What the engine and launching operators take, too."""
     group = None if this.data is None else this.data.group
-    costs = engine_costs(_HOST, group, partial(_in_turns_s, this))
+    costs = engine_costs(this.device or _HOST, group, partial(_in_turns_s, this))
     return replace(
         facts,
         dispatch_s=costs.dispatch / share,
