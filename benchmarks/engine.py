@@ -72,6 +72,12 @@ SHAPES = {
     "compute-bound": Shape(6, 384, 4, 128),
     "tiny": Shape(4, 128, 1, 16),
 }
+GPU_SHAPES = {
+    "compute-bound": Shape(12, 2048, 8, 1024, is_bf16=True),
+    "many small blocks": Shape(48, 256, 2, 64, is_bf16=True),
+    "few wide blocks": Shape(4, 4096, 1, 256, is_bf16=True),
+    "fp32": Shape(12, 1024, 4, 512),
+}
 
 
 class Block(nn.Module):
@@ -187,23 +193,33 @@ class Training:
     def by(cls, way: Way, shape: Shape, mesh: DeviceMesh, *, is_fused: bool) -> Training:
         """With the same values and batches whatever the way; AdamW fused, or as it is by default."""
         torch.manual_seed(0)
-        model = way(shape, mesh)
+        with torch.device(mesh.device_type):
+            model = way(shape, mesh)
         generator = torch.Generator().manual_seed(1 + mesh.get_rank())
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=is_fused or None)
         return cls(model, optimizer, shape, generator)
 
+    def batch(self) -> torch.Tensor:
+        """The next tokens ``[B, T + 1]``, on the host."""
+        shape = (self.shape.batch, self.shape.length + 1)
+        return torch.randint(_VOCABULARY, shape, generator=self.generator)
+
     def step(self) -> tuple[float, float]:
         """One step; seconds, and its loss."""
-        shape = (self.shape.batch, self.shape.length + 1)
-        tokens = torch.randint(_VOCABULARY, shape, generator=self.generator)
+        tokens = self.batch()
         dist.barrier()
         began = perf_counter()
+        loss = self.train(tokens)
+        return perf_counter() - began, loss.item()
+
+    def train(self, tokens: torch.Tensor) -> torch.Tensor:
+        """The loss of tokens ``[B, T + 1]`` before an update on them."""
         logits = self.model(tokens[:, :-1])
         loss = functional.cross_entropy(logits.flatten(0, 1).float(), tokens[:, 1:].flatten())
         torch.autograd.backward(loss)
         self.optimizer.step()
         self.optimizer.zero_grad()
-        return perf_counter() - began, loss.item()
+        return loss.detach()
 
 
 def measure(
