@@ -81,7 +81,7 @@ def theirs() -> Engine:
         fsdp.MixedPrecisionPolicy,
         fsdp.CPUOffloadPolicy,
         getattr(_fsdp_api, "DataParallelMeshDims", cast("Any", None)),  # new in PyTorch 2.13
-        _fsdp_common.ShardPlacementResult,
+        getattr(_fsdp_common, "ShardPlacementResult", cast("Any", None)),  # not in PyTorch 2.11
         _fsdp_common.FSDPMeshInfo,
         _fsdp_common.HSDPMeshInfo,
         _fsdp_common.DDPMeshInfo,
