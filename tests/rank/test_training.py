@@ -66,6 +66,15 @@ def test_a_process_that_user_code_forks_does_not_end_its_rank(ranks: Ranks, spec
         assert attempt.of_kind(rank, RankFailed) == []
 
 
+@pytest.mark.parametrize("kind", ["none", "closed", "of its own"])
+def test_outputs_that_user_code_has_replaced_end_no_rank(
+    ranks: Ranks, spec: Spec, kind: str
+) -> None:
+    model = {"factory": f"{USER}:Unheard", "args": {"kind": kind}}
+    attempt = ranks.start(spec(model=model), units=()).succeeded()
+    assert sorted(attempt.losses()) == [1, 2, 3, 4, 5, 6]
+
+
 def test_units_that_are_compiled_train_as_eager_ones(
     trained: Trained, ranks: Ranks, spec: Spec
 ) -> None:

@@ -1,10 +1,11 @@
 """Models as users write them, named in specs as ``tests.rank.user_models:…``."""
 
+import io
 import os
 import random
 import sys
 from pathlib import Path
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
@@ -131,6 +132,24 @@ class Forking(Noisy):
             if child == 0:
                 sys.exit(0)
             os.waitpid(child, 0)
+        return super().forward(tokens)
+
+
+class Unheard(Noisy):
+    """Puts something in the place of its outputs in its third pass: nothing, or what nobody can write to."""
+
+    def __init__(self, kind: str, dim: int = 16) -> None:
+        super().__init__(dim)
+        self._kind = kind
+        self._passes = 0
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        self._passes += 1
+        if self._passes == 3:
+            closed = io.StringIO()
+            closed.close()
+            put: Any = {"none": None, "closed": closed, "of its own": object()}[self._kind]
+            sys.stdout = sys.stderr = put
         return super().forward(tokens)
 
 

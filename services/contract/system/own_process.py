@@ -11,7 +11,7 @@ import io
 import os
 import sys
 from collections.abc import Callable
-from typing import Any, Final
+from typing import Any, Final, Literal
 
 _PR_SET_DUMPABLE: Final = 4
 _M_MMAP_THRESHOLD: Final = -3
@@ -53,6 +53,22 @@ def give_large_blocks_back() -> None:
     library = ctypes.CDLL(None)
     if hasattr(library, "mallopt"):  # musl has none, and no such threshold
         library.mallopt(_M_MMAP_THRESHOLD, _LARGE_BLOCK_BYTES)
+
+
+def say(text: str, output: Literal["stdout", "stderr"]) -> None:
+    """Write to an output of a process that runs user code, which may have put anything in its place.
+
+    What that raises ends nobody: a stream that is closed, None, a class of its own.
+    """
+    with contextlib.suppress(Exception):
+        getattr(sys, output).write(text)
+
+
+def flush_outputs() -> None:
+    """Have both outputs written before such a process ends; what they raise ends nobody, as with `say`."""
+    for output in ("stdout", "stderr"):
+        with contextlib.suppress(Exception):
+            getattr(sys, output).flush()
 
 
 class LossyOutput(io.RawIOBase):

@@ -9,7 +9,6 @@ import hashlib
 import itertools
 import json
 import os
-import sys
 import threading
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
@@ -26,6 +25,7 @@ from services.contract.system.durable import (
     says_nothing_of_the_file,
     sync_folder,
 )
+from services.contract.system.own_process import say
 from services.contract.words.bounds import encodable
 
 _DTYPES: Final = {
@@ -166,7 +166,7 @@ def once_it_answers(read: Callable[[], _Answer]) -> _Answer:
         except OSError as error:
             if not says_nothing_of_the_file(error):
                 raise
-            sys.stderr.write(f"waits for the storage of its checkpoint: {error}\n")
+            say(f"waits for the storage of its checkpoint: {error}\n", "stderr")
         threading.Event().wait(next(waits_s))
 
 

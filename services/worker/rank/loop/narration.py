@@ -1,10 +1,10 @@
 """What a rank writes to its log for people to read."""
 
-import sys
 from collections.abc import Mapping
 from typing import Final
 
 from services.contract.messages.board import BoardStep
+from services.contract.system.own_process import say
 from services.worker.rank.loop.run import Run
 
 _STEP_LINES: Final = 50
@@ -65,4 +65,4 @@ def ended_early(run: Run, step: int, reason: str) -> None:
 
 
 def _say(line: str) -> None:
-    sys.stdout.write(line + "\n")
+    say(line + "\n", "stdout")

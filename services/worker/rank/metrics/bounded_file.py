@@ -2,11 +2,11 @@
 
 import contextlib
 import os
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Final
 
+from services.contract.system.own_process import say
 from services.worker.rank.metrics.points import Point, thinned
 
 FILE_BYTES: Final = 64 << 20
@@ -68,11 +68,11 @@ class BoundedFile:
         except OSError as error:
             if not self._lost:
                 why = error.strerror or str(error)
-                sys.stderr.write(f"WARNING: metrics are not written to {self.path}: {why}\n")
+                say(f"WARNING: metrics are not written to {self.path}: {why}\n", "stderr")
             self._lost += len(waiting)
             return
         if self._lost:
-            sys.stderr.write(f"WARNING: {self._lost} bytes of {self.path} are lost\n")
+            say(f"WARNING: {self._lost} bytes of {self.path} are lost\n", "stderr")
             self._lost = 0
 
     def close(self) -> None:

@@ -4,7 +4,6 @@ What is reported is only put aside; a thread of rank 0 takes it to the outlets o
 outlet that fails is told of once, in the log, and never ends the training.
 """
 
-import sys
 import threading
 import time
 from collections import deque
@@ -14,6 +13,7 @@ from types import TracebackType
 from typing import Final, Protocol, Self
 
 from services.contract.messages.rank_pipe import RankMessage, RankSeat
+from services.contract.system.own_process import say
 from services.contract.words.bounds import encodable
 from services.worker.rank.metrics.agent_outlet import AgentOutlet
 from services.worker.rank.metrics.event_file import EventFile
@@ -134,9 +134,7 @@ class MetricsReporter:
             except Exception as error:  # noqa: BLE001 no outlet may end the training
                 self._outlets.remove(outlet)
                 said = f"{type(error).__name__}: {error}"
-                sys.stderr.write(
-                    f"WARNING: metrics are no longer written to {outlet.name}: {said}\n"
-                )
+                say(f"WARNING: metrics are no longer written to {outlet.name}: {said}\n", "stderr")
 
 
 def _number(name: str, value: object) -> float:

@@ -25,6 +25,7 @@ from typing import Final, NoReturn
 from pydantic import BaseModel
 
 from services.contract.messages.rank_stacks import STACKS_SIGNAL
+from services.contract.system.own_process import flush_outputs
 from services.contract.system.rank_user import RankUser, forgo_rights
 from services.worker.rank.process.warm import children, die_with_parent, end_strays
 
@@ -44,9 +45,7 @@ class Question:
         """Write the answer and end the process, whatever threads the user's code has left."""
         with open(self.answer, "wb") as file:  # noqa: PTH123 a descriptor, not a path
             file.write(message.model_dump_json().encode())
-        for stream in (sys.stdout, sys.stderr):
-            with contextlib.suppress(OSError, ValueError):
-                stream.flush()
+        flush_outputs()
         os._exit(0)
 
 
@@ -93,7 +92,7 @@ def run_program(
     except BaseException:  # noqa: BLE001 a forked child must never return into the template's loop
         traceback.print_exc()
     finally:
-        sys.stderr.flush()
+        flush_outputs()
         os._exit(_FAILED)
 
 

@@ -9,7 +9,6 @@ import faulthandler
 import importlib
 import os
 import select
-import sys
 import threading
 import time
 from collections.abc import Callable
@@ -21,6 +20,7 @@ from services.contract.messages.board import BoardWriter
 from services.contract.messages.rank_pipe import RankFailed, RankMessage, RankOrder, RankSeat
 from services.contract.messages.rank_stacks import STACKS_SIGNAL, stacks_path
 from services.contract.system.mask import Mask
+from services.contract.system.own_process import flush_outputs, say
 from services.contract.system.pipe_end import PipeEnd
 from services.contract.words.bounds import mask_before_cuts
 from services.contract.words.states import RankPhase
@@ -146,8 +146,7 @@ def take_seat(
     except BaseException as error:  # noqa: BLE001 whatever ends a rank is reported
         text = mask.text(traceback_of(error))
         code = _exit_code(error)
-        with contextlib.suppress(OSError, ValueError):  # user code may have closed its stderr
-            sys.stderr.write(text)
+        say(text, "stderr")
         refused = refusal_behind(error) or (None if threads is None else threads.before(step))
         pipe.send(
             RankFailed(
@@ -157,9 +156,7 @@ def take_seat(
                 step=step,
             )
         )
-    for stream in (sys.stdout, sys.stderr):
-        with contextlib.suppress(OSError, ValueError):
-            stream.flush()
+    flush_outputs()
     os._exit(code)
 
 

@@ -4,7 +4,6 @@ import hashlib
 import math
 import operator
 import os
-import sys
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -24,6 +23,7 @@ from services.contract.messages.rank_pipe import (
     RankSeat,
     ThroughputUnit,
 )
+from services.contract.system.own_process import say
 from services.contract.words.states import RankPhase
 from services.worker.rank.checkpoints.loading import fill_from, source_of
 from services.worker.rank.checkpoints.random_state import (
@@ -204,9 +204,8 @@ class Session:
         self._watch.resume(manifest.step)
         self._watch.enter(RankPhase.SCRIPT)
         if self._seat.rank == 0:
-            sys.stdout.write(
-                f"restored {manifest.checkpoint_id}; continues after step {manifest.step}\n"
-            )
+            where = f"restored {manifest.checkpoint_id}; continues after step {manifest.step}\n"
+            say(where, "stdout")
         self._moved_at = time.perf_counter()
         return found[0]
 
@@ -262,7 +261,7 @@ class Session:
         )
         self._notices = (notice,)
         if self._seat.rank == 0:
-            sys.stdout.write(f"notice: {notice}\n")
+            say(f"notice: {notice}\n", "stdout")
         self._pipe.send(self.ready)
 
     def _is_due(self, step: int, every: int) -> bool:
