@@ -23,6 +23,17 @@ def test_the_classes_that_verdicts_name_are_where_they_say() -> None:
     assert {name(MemoryError), name(torch.OutOfMemoryError)} == diagnose._MEMORY_TYPES
 
 
+def test_an_error_that_cannot_say_what_it_is_is_told_by_its_name() -> None:
+    class OfAnotherProcessError(Exception):
+        def __str__(self) -> str:
+            return f"{self.reason}"  # type: ignore[attr-defined]  # never set: it was unpickled
+
+    error = OfAnotherProcessError()
+    assert one_line(error) == "OfAnotherProcessError: its text cannot be had (AttributeError)"
+    assert traceback_of(error).startswith("tests.rank.test_error_names.")
+    assert refusal_behind(error) is None
+
+
 def test_of_an_error_behind_thousands_of_others_the_last_is_told_and_the_first_is_found() -> None:
     error: Exception = MemoryError("the first")
     for number in range(20_000):

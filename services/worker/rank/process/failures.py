@@ -20,9 +20,17 @@ def one_line(error: BaseException, mask: Mask = NOTHING_MASKED) -> str:
         error: What was raised.
         mask: Takes secrets out before the line is cut: half of one is none that an agent would know.
     """
-    first, *_ = mask.text(str(error)).splitlines() or [""]
+    first, *_ = mask.text(text_of(error)).splitlines() or [""]
     said = f"{type(error).__name__}: {first}" if first else type(error).__name__
     return shortened(f"{said}{why_not_imported(error)}", ERROR_CHARACTERS)
+
+
+def text_of(error: BaseException) -> str:
+    """What it says. Classes of users may fail to say it, often where an error came from another process."""
+    try:
+        return str(error)
+    except Exception as failure:  # noqa: BLE001 the error itself is what is told
+        return f"its text cannot be had ({type(failure).__name__})"
 
 
 def chain_of(error: BaseException) -> Iterator[BaseException]:

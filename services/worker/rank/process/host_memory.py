@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Final
 
-from services.worker.rank.process.failures import chain_of
+from services.worker.rank.process.failures import chain_of, text_of
 
 _KIB: Final = 1 << 10
 # A library that finds no room for itself is an ImportError.
@@ -72,7 +72,7 @@ def lacks_host_memory(error: BaseException) -> bool:
     """Whether the system refused memory of the host."""
     if isinstance(error, OSError) and error.errno == errno.ENOMEM:
         return True
-    is_refused = any(words in str(error) for words in _REFUSED)
+    is_refused = any(words in text_of(error) for words in _REFUSED)
     return isinstance(error, MemoryError) or (
         isinstance(error, RuntimeError | ImportError) and is_refused
     )
