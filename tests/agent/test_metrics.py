@@ -4,9 +4,9 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from services.contract.messages.board import BoardReader
-from services.contract.messages.rank_pipe import RANK_MESSAGE, RankMetrics, RankSeat
+from services.contract.messages.rank_pipe import RANK_MESSAGE, MetricPoint, RankMetrics, RankSeat
 from services.contract.messages.telemetry import MetricRecord
-from services.contract.words.bounds import METRIC_NAME_CHARACTERS, METRIC_NAMES_KEPT
+from services.contract.words.bounds import METRIC_NAME_CHARACTERS, METRIC_NAMES_KEPT, MOST_WHOLE
 from services.worker.agent.host.folders import AttemptFolder
 from services.worker.agent.ranks.launch import Crew
 from services.worker.agent.telemetry.gang_telemetry import METRICS_PER_BEAT, GangTelemetry
@@ -61,6 +61,15 @@ def test_thousands_of_names_leave_64_of_an_attempt_and_a_count(tmp_path: Path) -
     assert records[-1].left_out == 1024 - METRIC_NAMES_KEPT
     # What the controller reads of them is what was written, whatever they are.
     assert [MetricRecord.model_validate_json(r.model_dump_json()) for r in records] == list(records)
+
+
+def test_the_largest_count_of_names_that_a_rank_may_tell_fails_no_agent(tmp_path: Path) -> None:
+    telemetry = watched(tmp_path)
+    names = {f"name-{n}": 1.0 for n in range(METRIC_NAMES_KEPT)}
+    for values in (names, {"one more": 1.0}):
+        point = MetricPoint(step=1, values=values)
+        telemetry.take_metrics(0, RankMetrics(points=(point,), left_out=MOST_WHOLE))
+    assert [record.left_out for record in told(telemetry)] == [MOST_WHOLE, MOST_WHOLE]
 
 
 def test_what_is_no_number_is_a_gap_and_names_are_short_and_printable(tmp_path: Path) -> None:

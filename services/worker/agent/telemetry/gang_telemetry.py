@@ -22,7 +22,7 @@ from services.contract.messages.findings import RankFinding
 from services.contract.messages.rank_pipe import RankMetrics, RankReady
 from services.contract.messages.telemetry import LogLine, MetricRecord, RankSample, StepRecord
 from services.contract.redis.redis_keys import STEPS_KEPT
-from services.contract.words.bounds import METRIC_NAMES_KEPT, MOST_MS, MOST_SECONDS
+from services.contract.words.bounds import METRIC_NAMES_KEPT, MOST_MS, MOST_SECONDS, MOST_WHOLE
 from services.contract.words.states import RankPhase
 from services.worker.agent.host.folders import AttemptFolder
 from services.worker.agent.host.processes import process_state
@@ -168,7 +168,7 @@ class GangTelemetry:
                 step=point.step,
                 fence=self._seats[0].fence,
                 values={name: value for name, value in point.values.items() if name in kept},
-                left_out=told.left_out + len(self._metric_names) - len(kept),
+                left_out=min(told.left_out + len(self._metric_names) - len(kept), MOST_WHOLE),
             )
             self._metrics.append(record)
 
