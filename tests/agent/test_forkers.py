@@ -29,6 +29,7 @@ from services.contract.messages.facts import (
 )
 from services.contract.messages.rank_pipe import RankSeat, ReplicaSet
 from services.contract.messages.warm_channel import NODE_MARK, RankForked, RankReaped
+from services.contract.system.durable import node_condition
 from services.local.settings import child_environment
 from services.worker.agent.host.folders import AttemptFolder, NodeFolder
 from services.worker.agent.host.network import Network
@@ -185,8 +186,12 @@ def test_a_request_that_the_kernel_does_not_send_is_refused_and_the_next_one_ans
 
             with monkeypatch.context() as patched:
                 patched.setattr(link._channel, "send", refuse)
-                with pytest.raises(ForkRefusedError, match=r"not sent: .* in flight"):
+                with pytest.raises(ForkRefusedError, match=r"not sent: .* in flight") as refused:
                     await made.launch(1)
+                # Any process of the user can take them all: that costs no job a restart.
+                told = node_condition(refused.value, NODE)
+                assert told is not None
+                assert told.startswith(f"processes on {NODE} have sent too many file handles")
             assert not is_gone((await made.launch(2)).pids[0])
             assert await made.keeper.ready() is link
 

@@ -39,6 +39,7 @@ _CONDITIONS: Final[Mapping[int, str]] = MappingProxyType(
         errno.EREMOTEIO: "what serves {disk} of {node} reports input/output errors",
         errno.EMFILE: "a process on {node} has no free file handle",
         errno.ENFILE: "{node} has no free file handle",
+        errno.ETOOMANYREFS: "processes on {node} have sent too many file handles that nobody has received",
         errno.ENOMEM: "{node} has no memory left",
         errno.EAGAIN: "{node} can start no more processes",
         errno.EADDRINUSE: "{node} has no free port",
