@@ -165,3 +165,29 @@ def test_of_ever_so_many_arguments_that_a_built_in_lacks_only_those_that_are_lis
     faults = [*unsupported(JobSpec.model_validate(body)), *hidden_faults(body, ())]
     assert faults[-1].code == "more_faults"
     assert len(asked) < 3 * MOST_FAULTS
+
+
+class ComparedName(str):
+    """A field's name that counts how often such names are compared."""
+
+    __slots__ = ()
+    __hash__ = str.__hash__
+    times = 0
+
+    def __eq__(self, other: object) -> bool:
+        ComparedName.times += 1
+        return str.__eq__(self, other)
+
+    def __ne__(self, other: object) -> bool:
+        return not self == other
+
+
+def test_ever_so_many_wrong_fields_of_the_loop_are_not_all_looked_through_for_each_of_them() -> (
+    None
+):
+    fields: dict[str, int] = {ComparedName(f"k{number}"): 0 for number in range(20_000)}
+    spec = GOOD | {"train": {"steps": 10, **fields}}
+    before = ComparedName.times
+    assert "/train/k0" in faults(spec)
+    assert ComparedName.times - before < 3 * len(fields)
+    assert len(spec["train"]) == 1 + len(fields)

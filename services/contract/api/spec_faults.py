@@ -49,6 +49,9 @@ def _found_without(body: dict[str, Any], faults: Sequence[Fault]) -> list[Fault]
     """The faults of the spec that is left once what is known to be wrong is taken out."""
     # Not copied deeply: Python gives up on a copy of what its parser of JSON still takes.
     rest = dict(body)
+    # Once: it may have as many wrong fields as a body has room for.
+    if isinstance(rest.get("train"), dict):
+        rest["train"] = dict(rest["train"])
     for fault in faults:
         _take_out(rest, fault.pointer)
     try:
@@ -71,7 +74,8 @@ def _take_out(spec: dict[str, Any], pointer: str) -> None:
     if top == "train":
         train = spec.get("train")
         if len(parts) > 1 and isinstance(train, dict):
-            spec["train"] = {"steps": 1, **{k: v for k, v in train.items() if k != parts[1]}}
+            train.pop(parts[1], None)
+            train.setdefault("steps", 1)
         else:
             spec["train"] = dict(_PLACEHOLDERS["train"])
     elif top in _PLACEHOLDERS:
