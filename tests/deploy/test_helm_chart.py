@@ -141,9 +141,22 @@ def test_every_container_is_an_ordinary_user_with_a_read_only_root(objects: list
 def test_every_workload_has_probes_and_no_agent_is_ended_by_one(objects: list[Manifest]) -> None:
     pods = pods_of(objects)
     for name, pod in pods.items():
-        (container,) = pod["containers"]
-        assert "readinessProbe" in container
+        (container,) = [each for each in pod["containers"] if "readinessProbe" in each]
         assert ("livenessProbe" in container) == (not name.endswith("-agents"))
+
+
+def test_no_program_of_the_ranks_user_starts_beside_them_with_the_agents_password(
+    objects: list[Manifest],
+) -> None:
+    for pod in pods_of(objects).values():
+        for container in pod["containers"]:
+            names = {each["name"] for each in container.get("env", ())}
+            if "MESHLOOM_REDIS_PASSWORD" in names and container["name"] == "agent":
+                assert not {name for name in container if name.endswith("Probe")}
+                assert "lifecycle" not in container
+            elif "MESHLOOM_REDIS_PASSWORD" in names:
+                own = container["securityContext"]["runAsUser"]
+                assert own not in (0, pod["securityContext"]["runAsUser"])
 
 
 def test_passwords_come_from_the_secret_alone(objects: list[Manifest]) -> None:
@@ -166,8 +179,8 @@ def test_every_variable_is_one_that_the_settings_read(
     known = {f"MESHLOOM_{name.upper()}" for name in settings.model_fields}
     for name, pod in pods_of(objects).items():
         if name.endswith(workload):
-            (container,) = pod["containers"]
-            given = {variable["name"] for variable in container["env"]}
+            containers = pod["containers"]
+            given = {variable["name"] for each in containers for variable in each["env"]}
             assert {variable for variable in given if variable.startswith("MESHLOOM_")} <= known
 
 

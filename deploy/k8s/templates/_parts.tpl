@@ -35,6 +35,17 @@ valueFrom:
   secretKeyRef: {name: {{ .secret }}, key: {{ .key }}}
 {{- end }}
 
+{{- /* Which node it is, and its user of Redis. */}}
+{{- define "meshloom.agent" -}}
+- name: MESHLOOM_NODE_ID
+  valueFrom:
+    fieldRef: {fieldPath: metadata.name}
+- {name: MESHLOOM_REDIS_URL, value: redis://agent-$(MESHLOOM_NODE_ID)@{{ .Release.Name }}-redis:6379/0}
+# No file: ranks run as the agent's user and could read it. They cannot read its environment.
+- name: MESHLOOM_REDIS_PASSWORD
+  {{- include "meshloom.secret" (dict "secret" .Values.secret "key" "redis-agent-password") | nindent 2 }}
+{{- end }}
+
 {{- define "meshloom.files" -}}
 secret:
   secretName: {{ .secret }}
