@@ -76,6 +76,19 @@ def test_a_reader_that_says_nothing_more_and_does_not_end_is_not_waited_for(
         os.kill(int(pids.read_text()), 0)
 
 
+def test_a_reader_is_told_nothing_of_the_agents_environment_which_ranks_could_read_of_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told, program = tmp_path / "told", tmp_path / "py-spy"
+    program.write_text(f"#!/bin/sh\n/usr/bin/env > {told}\n")
+    program.chmod(0o700)
+    monkeypatch.setattr(sys, "executable", str(tmp_path / "python"))
+    monkeypatch.setenv("MESHLOOM_REDIS_PASSWORD", "an-agents-own")
+    asyncio.run(spy(os.getpid()))
+    assert "PWD=" in told.read_text()
+    assert "an-agents-own" not in told.read_text()
+
+
 # An ELF file of 64 GiB, all holes but its first pages: a table of names that is nothing but ends of names.
 SWELLING = """
 import mmap, struct, sys, threading

@@ -33,6 +33,8 @@ async def spy(pid: int) -> str | None:
     try:
         dump = await asyncio.create_subprocess_exec(
             *(program, "dump", "--nonblocking", "--pid", str(pid)),
+            # Unlike the agent's, its environment can be read by other processes of its user: ranks, where they have it.
+            env={},
             stdin=asyncio.subprocess.DEVNULL,
             stdout=asyncio.subprocess.PIPE,
             stderr=asyncio.subprocess.DEVNULL,
