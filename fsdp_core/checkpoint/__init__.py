@@ -7,13 +7,14 @@ from __future__ import annotations
 
 from fsdp_core.checkpoint.fill import SavedShard, fill_from_shards
 from fsdp_core.checkpoint.local_shards import ShardEntry, local_shards
-from fsdp_core.checkpoint.model_state import load_model_state, model_state
+from fsdp_core.checkpoint.model_state import give_state, load_model_state, model_state
 from fsdp_core.checkpoint.optimizer_state import load_optimizer_state, optimizer_state
 
 __all__ = [
     "SavedShard",
     "ShardEntry",
     "fill_from_shards",
+    "give_state",
     "load_model_state",
     "load_optimizer_state",
     "local_shards",

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import inspect
-from collections.abc import Iterable, Iterator
-from typing import TYPE_CHECKING, Protocol, cast, runtime_checkable
+from collections.abc import Iterable, Iterator, Mapping
+from typing import TYPE_CHECKING, Any, Protocol, cast, runtime_checkable
 
 import torch
 
@@ -75,10 +76,26 @@ def load_model_state(model: nn.Module, saved: Iterable[SavedShard]) -> None:
     state.update(
         {n: by_first[id(each)] for n, each in state.items() if id(each) in by_first} | filled
     )
+    give_state(model, state, target.values())
+
+
+def give_state(
+    model: nn.Module, state: Mapping[str, object], filled: Iterable[torch.Tensor]
+) -> None:
+    """Has a model take its state by its own ``load_state_dict``, and keeps its parameters' objects.
+
+    Args:
+        model: Sharded or not.
+        state: All that its ``state_dict`` gives, with the values that it is to have. May be the model's own tensors.
+        filled: Those of them that have their values, whoever takes them.
+
+    Raises:
+        CheckpointError: The model does not take back what its hooks gave as copies.
+    """
     with _parameters_kept(model):
-        told = _give(model, state)
+        told = _give(model, _copied(state) if _has_loading_of_its_own(model) else state)
     if isinstance(told, _Keys) and told.unexpected_keys:
-        _refuse_unfilled(model, told.missing_keys, target.values())
+        _refuse_unfilled(model, told.missing_keys, filled)
 
 
 @runtime_checkable
@@ -87,7 +104,7 @@ class _Keys(Protocol):
     unexpected_keys: list[str]
 
 
-def _give(model: nn.Module, state: dict[str, torch.Tensor]) -> object:
+def _give(model: nn.Module, state: Mapping[str, Any]) -> object:
     # One of the user's own may neither take `strict` nor answer anything.
     accepted = inspect.signature(model.load_state_dict).parameters.values()
     takes_strict = any(each.name == "strict" or each.kind is each.VAR_KEYWORD for each in accepted)
@@ -95,22 +112,52 @@ def _give(model: nn.Module, state: dict[str, torch.Tensor]) -> object:
     return cast("object", model.load_state_dict(state, **options))
 
 
+def _has_loading_of_its_own(model: nn.Module) -> bool:
+    """Whether user code may write to the model before it has read what it is given.
+
+    One that is reset before would overwrite values that are its own tensors.
+    """
+    return any(
+        not (getattr(load, "__module__", None) or "").startswith("torch.")
+        for module in model.modules()
+        for load in (module.load_state_dict, torch_private.entry_loading(module))
+    )
+
+
+def _copied(state: Mapping[str, object]) -> Mapping[str, object]:
+    copied = cast("dict[str, object]", copy.copy(state))  # with the versions, if it says any
+    for name, each in state.items():
+        if isinstance(each, torch.Tensor):
+            copied[name] = each.detach().clone()
+        elif isinstance(each, Mapping):
+            copied[name] = _copied(each)
+    return copied
+
+
 @contextlib.contextmanager
 def _parameters_kept(model: nn.Module) -> Iterator[None]:
-    """Values of parameters that modules replace meanwhile go into the old ones, which optimizers hold."""
+    """Values of parameters that modules replace meanwhile go into the old ones, which optimizers hold.
+
+    By their places, since a module may also replace modules.
+    """
     held = [
-        (module, name, parameter)
-        for module in model.modules()
+        (place, name, parameter)
+        for place, module in model.named_modules(remove_duplicate=False)
         for name, parameter in module.named_parameters(recurse=False, remove_duplicate=False)
     ]
     yield
+    modules = dict(model.named_modules(remove_duplicate=False))
     is_replaced = False
-    for module, name, parameter in held:
-        now = torch_private.parameter_at(module, name)
-        if now is None or now is parameter:
+    for place, name, parameter in held:
+        module = modules.get(place)
+        now = None if module is None else torch_private.parameter_at(module, name)
+        if module is None or now is None or now is parameter:
             continue
-        with torch.no_grad():
-            local_part(parameter)[1].copy_(local_part(now)[1])
+        if now.shape == parameter.shape:
+            with torch.no_grad():
+                local_part(parameter)[1].copy_(local_part(now)[1])
+        else:
+            parameter.data = now.detach()
         torch_private.set_parameter(module, name, parameter)
         is_replaced = True
     if is_replaced:
@@ -140,6 +187,7 @@ def _memory(tensor: torch.Tensor) -> int | None:
     return torch_private.storage_start(local)
 
 
+@runtime_checkable
 class _State(Protocol):
     def refresh(self) -> None: ...
 
@@ -152,7 +200,9 @@ class _Unit(Protocol):
 
 def _units(model: nn.Module) -> Iterator[_Unit]:
     for module in model.modules():
-        if hasattr(module, "_get_fsdp_state"):  # the name by which units are found
+        # The name by which units are found, PyTorch's, too.
+        find = getattr(module, "_get_fsdp_state", None)
+        if find is not None and isinstance(find(), _State):
             yield cast("_Unit", module)
 
 

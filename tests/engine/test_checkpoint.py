@@ -339,11 +339,15 @@ def rename_back(_: nn.Module, state: dict[str, torch.Tensor], *__: object) -> No
 
 
 class Brief(nn.Linear):
-    """Keeps its weight's sum, and takes a state dict as many do: without ``strict``, and without an answer."""
+    """Keeps its weight's sum, and takes a state dict as many do: without ``strict``, and without an answer.
+
+    It is reset before.
+    """
 
     total: torch.Tensor | None = None
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:  # type: ignore[override]  # what is tried
+        self.reset_parameters()
         super().load_state_dict(state_dict)
         self.total = self.weight.detach().sum()
 

@@ -1,6 +1,7 @@
 """A script's state as tensors and JSON, and back."""
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Final
 
@@ -127,6 +128,87 @@ class Versioned(nn.Linear):
         super()._load_from_state_dict(state_dict, prefix, local_metadata, *others)
 
 
+class Told(nn.Linear):
+    """Keeps what follows from its weight, and knows that it was loaded."""
+
+    def __init__(self, features: int = 2) -> None:
+        super().__init__(features, 2)
+        self.heard: list[str] = []
+        self.total = self.weight.detach().sum()
+        self.register_load_state_dict_pre_hook(lambda *_: self.heard.append("before"))  # type: ignore[no-untyped-call]  # PyTorch's
+        self.register_load_state_dict_post_hook(self.count)  # type: ignore[no-untyped-call]  # PyTorch's
+
+    def count(self, *_: object) -> None:
+        self.heard.append("after")
+        self.total = self.weight.detach().sum()
+
+
+class Replacing(Told):
+    """Has other parameters once it is loaded."""
+
+    def _load_from_state_dict(self, *args: Any) -> None:  # noqa: ANN401 torch's
+        self.weight = nn.Parameter(torch.zeros_like(self.weight))
+        super()._load_from_state_dict(*args)
+
+
+class Rebuilding(nn.Module):
+    """Makes its layers again before it takes their state, and takes no ``strict``."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Sequential(Told(), nn.BatchNorm1d(2))
+
+    def load_state_dict(self, state_dict: dict[str, torch.Tensor]) -> None:  # type: ignore[override]  # what is tried
+        self.inner = nn.Sequential(Told(), nn.BatchNorm1d(2))
+        super().load_state_dict(state_dict)
+
+
+class Fresh(Told):
+    """Is reset before it takes its state."""
+
+    def load_state_dict(self, *args: Any, **options: Any) -> Any:  # noqa: ANN401 torch's
+        self.reset_parameters()
+        return super().load_state_dict(*args, **options)
+
+
+class Growing(nn.Module):
+    """Has rows that come in training, in a buffer and in its extra state."""
+
+    rows: torch.Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("rows", torch.zeros(0, 2))
+        self.seen: dict[str, int] = {"passes": 0}
+
+    def get_extra_state(self) -> dict[str, int]:
+        return dict(self.seen)
+
+    def set_extra_state(self, state: dict[str, int]) -> None:
+        self.seen = state
+
+    def _load_from_state_dict(
+        self,
+        state: dict[str, torch.Tensor],
+        prefix: str,
+        *args: Any,  # noqa: ANN401 torch's
+    ) -> None:
+        self.rows = torch.empty_like(state[f"{prefix}rows"])
+        super()._load_from_state_dict(state, prefix, *args)
+
+
+class Brief(nn.Linear):
+    """Saves a part of what it has, as adapters do of a large model."""
+
+    def __init__(self) -> None:
+        super().__init__(2, 2)
+        self.register_state_dict_post_hook(drop_weight)  # type: ignore[no-untyped-call]  # PyTorch's
+
+
+def drop_weight(_: nn.Module, state: dict[str, torch.Tensor], *__: object) -> None:
+    del state["weight"]
+
+
 class History:
     """Grows."""
 
@@ -151,6 +233,59 @@ def test_a_module_that_gives_copies_takes_back_what_was_saved() -> None:
 def test_a_module_that_takes_back_copies_hears_of_which_version_they_are() -> None:
     first, second = Versioned(), Versioned()
     through_a_file({"m": first}, {"m": second})
+    assert torch.equal(second.weight, first.weight)
+
+
+@pytest.mark.parametrize("kind", [Told, Replacing, Rebuilding, Fresh])
+def test_a_module_is_told_that_it_was_loaded_and_its_parameters_stay_those_of_the_optimizer(
+    kind: Callable[[], nn.Module],
+) -> None:
+    first, second = kind(), nn.ModuleList([kind()])
+    optimizer = torch.optim.SGD(second.parameters(), lr=1.0)
+    through_a_file({"m": [first]}, {"m": [second[0]]})
+    for one, other in zip(first.parameters(), second.parameters(), strict=True):
+        assert torch.equal(one, other)
+    held = {id(param) for group in optimizer.param_groups for param in group["params"]}
+    assert held == {id(param) for param in second.parameters()}
+    (told,) = (each for each in second.modules() if isinstance(each, Told))
+    assert told.heard == ["before", "after"]
+    assert told.total == told.weight.sum()
+
+
+def test_what_a_module_has_let_grow_comes_back_where_it_takes_it() -> None:
+    first, second = Growing(), Growing()
+    first.rows = torch.ones(3, 2)
+    first.seen = {"passes": 3, "late": 1}
+    through_a_file({"m": first}, {"m": second})
+    assert second.rows.tolist() == [[1, 1]] * 3
+    assert second.seen == {"passes": 3, "late": 1}
+    with pytest.raises(RuntimeError, match="size mismatch for weight"):
+        through_a_file({"m": nn.Linear(3, 2)}, {"m": nn.Linear(2, 2)})
+    with pytest.raises(CheckpointError, match="has dtype float32"):
+        through_a_file({"m": nn.Linear(2, 2).double()}, {"m": nn.Linear(2, 2)})
+
+
+def test_a_lazy_module_gets_its_shapes_with_its_values() -> None:
+    first, second = nn.LazyLinear(2), nn.LazyLinear(2)
+    first(torch.ones(1, 3))
+    optimizer = torch.optim.SGD(second.parameters(), lr=1.0)
+    through_a_file({"m": first}, {"m": second})
+    assert torch.equal(second.weight, first.weight)
+    assert optimizer.param_groups[0]["params"][0] is second.weight
+
+
+def test_a_module_may_save_less_than_it_takes() -> None:
+    first, second = Brief(), Brief()
+    weight = second.weight.detach().clone()
+    through_a_file({"m": first}, {"m": second})
+    assert torch.equal(second.bias, first.bias)
+    assert torch.equal(second.weight, weight)
+
+
+def test_a_state_dict_says_of_which_version_its_modules_are() -> None:
+    first, second = Versioned(), Versioned()
+    found = through_a_file({"m": first.state_dict()}, {"m": second.state_dict()})
+    second.load_state_dict(found["m"])
     assert torch.equal(second.weight, first.weight)
 
 

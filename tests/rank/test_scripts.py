@@ -226,6 +226,16 @@ def test_a_script_that_imports_from_a_package_with_our_name_hears_that_it_is_res
     assert said.format(folder=folder) in failed.error
 
 
+@pytest.mark.parametrize("by", ["torch", "ours", "ddp"])
+def test_the_model_of_a_script_is_told_that_it_was_loaded(ranks: Ranks, by: str) -> None:
+    programs = Path(__file__).parent / "programs"
+    whole = ranks.start(job("told_loop.py", by), code=programs).succeeded()
+    source = whole.committed(2).checkpoint_id
+    again = ranks.start(job("told_loop.py", by), fence=2, resume_from=source, code=programs)
+    again.succeeded()
+    assert again.losses() == whole.losses_after(2)
+
+
 def test_a_script_with_fsdp1_goes_on_and_may_not_save_the_slices_of_an_optimizer(
     ranks: Ranks,
 ) -> None:

@@ -4,7 +4,7 @@ Nothing is pickled, so nothing that is loaded can run code. What cannot be told 
 an error, which names its place in the state.
 """
 
-import itertools
+from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
@@ -13,9 +13,9 @@ import numpy as np
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
+from torch.nn.parameter import is_lazy
 
-from fsdp_core import torch_private
-from fsdp_core.checkpoint import SavedShard, fill_from_shards
+from fsdp_core.checkpoint import SavedShard, fill_from_shards, give_state
 from services.worker.rank.checkpoints.random_state import RANDOM_NAMES
 from services.worker.rank.checkpoints.shard_file import HEADER_NAME, can_hold, comes_back, free_name
 
@@ -210,7 +210,8 @@ class _Filling:
             answer = given
         else:
             dtype = getattr(torch, node["dtype"].removeprefix("torch."))
-            answer = target = torch.empty(node["shape"], dtype=dtype)
+            device = given.device if isinstance(given, torch.Tensor) else None
+            answer = target = torch.empty(node["shape"], dtype=dtype, device=device)
         self.targets[node[_TENSOR]] = target
         return answer
 
@@ -224,11 +225,12 @@ class _Filling:
             raise KeyError(f"{_path((*place, missing[0]))} was not saved in this checkpoint")
         # People may ask for a part; an object gets all that it had saved.
         wanted = beside.keys() if strict and beside else saved
-        return {
+        found = {
             key: self.rebuilt(node, beside.get(key), (*place, key), strict=strict)
             for key, node in items
             if key in wanted
         }
+        return _versioned(found, beside)
 
     def _object(self, inner: Node, given: Any, place: tuple[object, ...]) -> Any:  # noqa: ANN401 (any object)
         if not _is_stateful(given):
@@ -242,16 +244,22 @@ class _Filling:
 
     def _module(self, inner: Node, given: nn.Module, place: tuple[object, ...]) -> nn.Module:
         own = given.state_dict()
-        if unknown := [key for key, _ in inner[_DICT] if key not in own]:
+        entries = dict(inner[_DICT])
+        if unknown := [key for key in entries if key not in own]:
             raise KeyError(
                 f"{_path((*place, unknown[0]))} was saved, and this {type(given).__name__} has no such "
                 "entry; build it with the configuration it was saved with"
             )
-        loaded = self._dict(inner[_DICT], own, place, strict=True)
-        if not _are_live(own.values(), given):
-            # Its own dict, not one of ours: that says of which version the modules are.
-            own.update(loaded)
-            self.loads.append(lambda: given.load_state_dict(own))
+        if missing := [key for key in own if key not in entries]:
+            raise KeyError(f"{_path((*place, missing[0]))} was not saved in this checkpoint")
+        known = len(self.targets)
+        # What has grown, or has no shape yet, the module itself takes or refuses.
+        loaded = {
+            key: self.rebuilt(node, own[key], (*place, key), strict=_has_shape(own[key], node))
+            for key, node in entries.items()
+        }
+        filled = list(self.targets.values())[known:]
+        self.loads.append(lambda: give_state(given, _versioned(loaded, own), filled))
         return given
 
 
@@ -309,19 +317,23 @@ def _optimizer_like(optimizer: Any, inner: Node) -> dict[str, Any]:  # noqa: ANN
 
 
 def _is_like(tensor: torch.Tensor, node: Node) -> bool:
-    is_same = [*tensor.shape] == node["shape"] and str(tensor.dtype) == node["dtype"]
+    is_same = _has_shape(tensor, node) and str(tensor.dtype) == node["dtype"]
     return is_same or isinstance(tensor, DTensor)
 
 
-def _are_live(values: Iterable[object], module: nn.Module) -> bool:
-    """Whether all are the module's own, and no copies that it gives and takes back, as wrappers of shards do."""
-    own = {_memory(each) for each in itertools.chain(module.parameters(), module.buffers())}
-    return all(isinstance(each, torch.Tensor) and _memory(each) in own for each in values)
+def _has_shape(given: object, node: Node) -> bool:
+    if not isinstance(given, torch.Tensor) or is_lazy(given):
+        return False
+    return [*given.shape] == node.get("shape")
 
 
-def _memory(tensor: torch.Tensor) -> int | None:
-    local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
-    return torch_private.storage_start(local)
+def _versioned(found: dict[Any, Any], like: Mapping[Any, Any]) -> dict[Any, Any]:
+    """With what a module's state dict says, beside its entries, of which version its modules are."""
+    if (versions := getattr(like, "_metadata", None)) is None:
+        return found
+    answer = OrderedDict(found)
+    answer._metadata = versions  # type: ignore[attr-defined]  # noqa: SLF001 PyTorch has no other name for it
+    return answer
 
 
 def _holds_tensors(value: object) -> bool:
