@@ -144,7 +144,8 @@ def restore(state: Any) -> Any:  # noqa: ANN401 (any nesting)
 
     Args:
         state: As for ``checkpoint``. Its tensors and objects are filled in place; DTensors at any
-            number of ranks. What it lacks is not loaded into anything.
+            number of ranks. Tensors and objects that its outermost dict lacks are left out, and the log
+            names them; what came into it in training otherwise, or into a dict within it, comes back.
 
     A part of what was saved may be asked for, and any number of times.
 

@@ -272,6 +272,12 @@ def test_a_lazy_module_gets_its_shapes_with_its_values() -> None:
     through_a_file({"m": first}, {"m": second})
     assert torch.equal(second.weight, first.weight)
     assert optimizer.param_groups[0]["params"][0] is second.weight
+    adam, again = (torch.optim.Adam(each.parameters()) for each in (first, nn.LazyLinear(2)))
+    first(torch.ones(1, 3)).sum().backward()
+    adam.step()
+    through_a_file({"m": first, "o": adam}, {"m": nn.LazyLinear(2), "o": again})
+    (kept, _) = again.state_dict()["state"].values()
+    assert kept["exp_avg"].shape == (2, 3)
 
 
 def test_a_module_may_save_less_than_it_takes() -> None:
@@ -295,6 +301,17 @@ def test_a_tensor_that_an_object_has_let_grow_comes_back() -> None:
     assert second.values.tolist() == [1.0, 2.0]
     with pytest.raises(CheckpointError, match="has shape"):
         through_a_file({"t": torch.ones(2)}, {"t": torch.ones(3)})
+
+
+def test_what_came_into_a_state_in_training_comes_back_and_what_does_not_is_named() -> None:
+    state = {"best": {"loss": 1.0, "at": 2}, "seen": [3], "ema": {"a": torch.ones(1)}, "m": {}}
+    taken = nested.taken(state | {"m": {"a": torch.zeros(1), "b": torch.ones(1)}})
+    asked: dict[str, Any] = {"best": {"loss": 9.0}, "m": {"a": torch.ones(1)}}
+    found = nested.restored(asked, taken.tree, shards(taken.tensors))
+    assert found == {"best": {"loss": 1.0, "at": 2}, "seen": [3], "m": {"a": 0.0, "b": 1.0}}
+    assert found["m"]["a"] is asked["m"]["a"]
+    assert nested.unasked(asked, taken.tree) == ["state['ema']"]
+    assert nested.unasked({}, taken.tree) == []
 
 
 def test_a_part_of_a_state_may_be_asked_for_and_what_was_not_saved_is_named() -> None:

@@ -177,10 +177,11 @@ def test_what_cannot_be_saved_is_named_by_its_place(ranks: Ranks, tmp_path: Path
 
 
 FORGETS = """
+import torch
 from meshloom import session
 for step in (1, 2, 3):
     session.report(step, loss=1.0, tokens=4)
-    session.checkpoint({"step": step}, every=1)
+    session.checkpoint({"step": step, "kept": torch.ones(1)}, every=1)
 """
 
 
@@ -197,10 +198,12 @@ def test_a_resumed_script_that_restores_nothing_is_told_so_once(
     assert notice.startswith(f"the attempt resumes from checkpoint {source}, but the script has")
     assert [{ready.notices for ready in each} for each in told] == [{(), (notice,)}] * 2
     assert (ranks.root / "rank-0.log").read_text().count(notice) == 1
-    restores = "session.restore({})" + FORGETS.replace("(1, 2, 3)", "(3,)")
+    restores = "session.restore({'step': 0})" + FORGETS.replace("(1, 2, 3)", "(3,)")
     (tmp_path / "train.py").write_text("from meshloom import session\n" + restores)
     well = ranks.start(job("train.py"), fence=3, resume_from=source, code=tmp_path).succeeded()
     assert {ready.notices for ready in well.of_kind(0, RankReady)} == {()}
+    left_out = "not restored, since the given state lacks it: state['kept']\n"
+    assert left_out in (ranks.root / "rank-0.log").read_text()
 
 
 @pytest.mark.parametrize(

@@ -98,6 +98,25 @@ def restored(state: Any, tree: Node, shards: Sequence[SavedShard]) -> Any:  # no
     return answer
 
 
+def unasked(state: object, tree: Node) -> list[str]:
+    """What was saved in the outermost dict that ``restored`` leaves out, since ``state`` lacks it."""
+    return [_path((key,)) for key in _unasked(state, tree.get(_DICT, []))]
+
+
+def _unasked(given: object, items: Sequence[Any]) -> list[object]:
+    """People may ask for a part; values cost nothing, and may have come in training."""
+    if not isinstance(given, Mapping) or not given:
+        return []
+    return [key for key, node in items if key not in given and not _is_plain(node)]
+
+
+def _is_plain(node: Node) -> bool:
+    if _DICT in node:
+        return all(_is_plain(each) for _, each in node[_DICT])
+    kind = _LIST if _LIST in node else _TUPLE
+    return _VALUE in node or (kind in node and all(map(_is_plain, node[kind])))
+
+
 def _node(value: object, place: tuple[object, ...], tensors: dict[str, torch.Tensor]) -> Node:
     if isinstance(value, torch.Tensor):
         return {
@@ -223,12 +242,12 @@ class _Filling:
         missing = [key for key in beside if key not in saved] if strict else []
         if missing:
             raise KeyError(f"{_path((*place, missing[0]))} was not saved in this checkpoint")
-        # People may ask for a part; an object gets all that it had saved.
-        wanted = beside.keys() if strict and beside else saved
+        # An object gets all that it had saved, and so does what people have in their outermost dict.
+        left_out = [] if place or not strict else _unasked(given, items)
         found = {
             key: self.rebuilt(node, beside.get(key), (*place, key), strict=strict)
             for key, node in items
-            if key in wanted
+            if key not in left_out
         }
         return _versioned(found, beside)
 
@@ -311,7 +330,7 @@ def _optimizer_like(optimizer: Any, inner: Node) -> dict[str, Any]:  # noqa: ANN
         places[index] = {
             key: torch.empty_like(like, dtype=getattr(torch, entry["dtype"].removeprefix("torch.")))
             for key, entry in node[_DICT]
-            if _TENSOR in entry and tuple(entry["shape"]) == tuple(like.shape)
+            if _TENSOR in entry and _has_shape(like, entry)
         }
     return {"state": places}
 
