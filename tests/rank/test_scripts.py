@@ -239,6 +239,47 @@ def test_the_model_of_a_script_is_told_that_it_was_loaded(ranks: Ranks, by: str)
     assert again.losses() == whole.losses_after(2)
 
 
+READS = """
+import contextlib
+import warnings
+import torch
+from torchdata.stateful_dataloader import StatefulDataLoader
+from meshloom import session
+warnings.filterwarnings("ignore", "'set_vital' is deprecated")
+torch.manual_seed(0)
+model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Dropout(0.2))
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+loader = StatefulDataLoader(torch.randn(10, 4), batch_size=2, shuffle=True)
+state = {"model": model, "optimizer": optimizer, "loader": loader, "step": 0}
+state = session.restore(state) or state
+with torch.random.fork_rng() if state["step"] else contextlib.nullcontext():
+    batches = iter(loader)
+for step in range(state["step"] + 1, 9):
+    try:
+        batch = next(batches)
+    except StopIteration:
+        batches = iter(loader)
+        batch = next(batches)
+    optimizer.zero_grad()
+    loss = (model(batch) - batch).square().mean()
+    loss.backward()
+    optimizer.step()
+    state["step"] = step
+    session.report(step, loss=loss)
+    session.checkpoint(state, every=3)
+"""
+
+
+def test_a_script_goes_on_in_the_midst_of_an_epoch_with_the_same_bits(
+    ranks: Ranks, tmp_path: Path
+) -> None:
+    (tmp_path / "train.py").write_text(READS)
+    whole = ranks.start(job("train.py"), world=1, code=tmp_path).succeeded()
+    source = whole.committed(3).checkpoint_id
+    again = ranks.start(job("train.py"), 1, fence=2, resume_from=source, code=tmp_path)
+    assert again.succeeded().losses() == whole.losses_after(3)
+
+
 def test_a_script_with_fsdp1_goes_on_and_may_not_save_the_slices_of_an_optimizer(
     ranks: Ranks,
 ) -> None:
