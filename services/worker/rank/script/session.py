@@ -334,9 +334,7 @@ class Session:
         shards = [s for reader, about in abouts for s in saved_shards(reader, about["boxes"])]
         restored = nested.restored(state, tree, shards)
         if (left_out := nested.unasked(state, tree)) and self._seat.rank == 0:
-            sys.stdout.write(
-                f"not restored, since the given state lacks it: {', '.join(left_out)}\n"
-            )
+            say(f"not restored, since the given state lacks it: {', '.join(left_out)}\n", "stdout")
         own = (self._seat.rank, self._seat.plan.world_size)
         for reader, about in abouts:
             if (about["rank"], about["world_size"]) == own:
