@@ -20,7 +20,13 @@ from services.worker.rank.optim.ema import Ema
 from services.worker.rank.optim.groups import GroupError, by_patterns, check_options
 from services.worker.rank.optim.loss_scale import MOST_IN_A_ROW, LossScale, LossScaler
 from services.worker.rank.optim.optimizers import adamw, muon, sgd
-from services.worker.rank.optim.own_values import changed, own_values, put_back
+from services.worker.rank.optim.own_values import (
+    changed,
+    own_values,
+    put_back,
+    put_rates_back,
+    rates,
+)
 from services.worker.rank.optim.schedules import (
     Schedule,
     constant,
@@ -121,6 +127,22 @@ def test_optimizers_share_no_parameter() -> None:
         Optimizers.of({}, "optimizer.factory")
     with pytest.raises(OptimizerError, match="there is no optimizer 'c'; there are optimizer"):
         Optimizers.of(both["a"], "optimizer.factory").named("c")
+
+
+def test_rates_come_back_to_groups_that_were_made_with_the_same() -> None:
+    parameters = [*nn.Linear(2, 2).parameters()]
+
+    def made(*of_groups: float) -> torch.optim.Optimizer:
+        pairs = zip(parameters, of_groups, strict=True)
+        return torch.optim.SGD([{"params": [each], "lr": rate} for each, rate in pairs])
+
+    optimizer = made(0.5, 0.25)
+    assert rates(optimizer, (0.5, 0.25)) == []
+    optimizer.param_groups[0]["lr"], optimizer.param_groups[1]["lr"] = 0.125, 0.0625
+    saved = rates(optimizer, (0.5, 0.25))
+    clone = made(0.5, 0.75)
+    put_rates_back(clone, saved)
+    assert [group["lr"] for group in clone.param_groups] == [0.125, 0.75]
 
 
 def test_what_an_optimizer_counts_in_its_groups_comes_back() -> None:

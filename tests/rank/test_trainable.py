@@ -153,6 +153,17 @@ def test_gradients_that_wait_for_an_update_are_resumed(
 
 
 @pytest.mark.ranks
+def test_rates_that_a_trainable_sets_itself_are_resumed(
+    trained: Trained, ranks: Ranks, spec: Spec
+) -> None:
+    data, loss = {"factory": "tests.rank.user_vision:Pictures"}, {"factory": "cross_entropy"}
+    job = of(spec, "Slowing", data=data, loss=loss)
+    source = trained.committed(3, ranks, job).checkpoint_id
+    same = ranks.start(job, fence=2, resume_from=source).succeeded()
+    assert same.losses() == trained.of(job).losses_after(3)
+
+
+@pytest.mark.ranks
 def test_what_user_code_lacks_to_go_on_makes_no_checkpoint_corrupt(
     trained: Trained, ranks: Ranks, spec: Spec, gan: JobSpec
 ) -> None:

@@ -179,6 +179,25 @@ class Accumulating(Alone):
         return loss
 
 
+class Slowing(Alone):
+    """Updates by its own optimizer, with a rate that falls with each update, as PyTorch's schedulers have it."""
+
+    steps_itself = True
+
+    def build_optimizer(self, models: Models) -> torch.optim.Optimizer:
+        self._optimizer = torch.optim.SGD(models["model"].parameters(), lr=0.1)
+        return self._optimizer
+
+    def train_batch(self, batch: Batch, context: Context) -> Loss:
+        loss = context.loss(batch)
+        context.backward(loss["loss"])
+        if context.is_training:
+            self._optimizer.step()
+            self._optimizer.zero_grad()
+            self._optimizer.param_groups[0]["lr"] *= 0.5
+        return loss
+
+
 class Stepping(Alone):
     """Steps, and does not say so."""
 

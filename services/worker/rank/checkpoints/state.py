@@ -42,7 +42,14 @@ from services.worker.rank.gang.groups import Gang
 from services.worker.rank.optim.ema import PREFIX as EMA
 from services.worker.rank.optim.ema import Ema
 from services.worker.rank.optim.loss_scale import LossScaler
-from services.worker.rank.optim.own_values import Values, changed, number_keys, put_back
+from services.worker.rank.optim.own_values import (
+    Values,
+    changed,
+    number_keys,
+    put_back,
+    put_rates_back,
+    rates,
+)
 from services.worker.rank.optim.several import parameters_of
 from services.worker.rank.seeds import derive
 
@@ -113,6 +120,7 @@ class TrainedParts:
         early_stop: How its evaluations went, where they decide on its end.
         first_values: The own values of each optimizer as it was made.
         is_changed_by_user: Whether code that may change any of it runs between two updates.
+        first_rates: What the groups of each optimizer were made with, where that code may set them and step.
     """
 
     model: nn.Module
@@ -128,6 +136,7 @@ class TrainedParts:
     early_stop: Told | None = None
     first_values: Sequence[Values] = ()
     is_changed_by_user: bool = False
+    first_rates: Sequence[Sequence[float]] = ()
 
 
 @dataclass(frozen=True)
@@ -334,6 +343,7 @@ def _load_optimizers(
     if are_alike:
         for optimizer, about in zip(parts.optimizers, saved, strict=True):
             put_back(optimizer, about["changed"])
+            put_rates_back(optimizer, about.get("rates", ()))
 
 
 def _of_optimizers(parts: TrainedParts) -> list[dict[str, Any]]:
@@ -346,7 +356,13 @@ def _of_optimizers(parts: TrainedParts) -> list[dict[str, Any]]:
         }
         for optimizer, first in zip(parts.optimizers, parts.first_values, strict=True)
     ]
-    is_plain = all(_is_torchs(each["class"]) and not any(each["changed"]) for each in told)
+    for about, optimizer, first in zip(told, parts.optimizers, parts.first_rates, strict=False):
+        if found := rates(optimizer, first):
+            about["rates"] = found
+    is_plain = all(
+        _is_torchs(each["class"]) and not any(each["changed"]) and "rates" not in each
+        for each in told
+    )
     return [] if is_plain else told
 
 

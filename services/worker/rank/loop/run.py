@@ -128,6 +128,9 @@ class Run:
             early_stop=self.early_stop,
             first_values=tuple(self.optimizers.first_values.values()),
             is_changed_by_user=_trains_by_user(self.trainable),
+            first_rates=(
+                tuple(self.optimizers.base_rates.values()) if self.trainable.steps_itself else ()
+            ),
         )
 
     @property

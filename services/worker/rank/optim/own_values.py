@@ -92,6 +92,20 @@ def put_back(optimizer: torch.optim.Optimizer, saved: Values) -> None:
             values[key] = tuple(each) if isinstance(values.get(key), tuple) else each
 
 
+def rates(optimizer: torch.optim.Optimizer, first: Sequence[float]) -> list[list[float]]:
+    """What each group was made with, of ``first``, and what it has now; nothing where all are as they were."""
+    now = [float(group["lr"]) for group in optimizer.param_groups]
+    return [] if now == [*first] else [list(pair) for pair in zip(first, now, strict=True)]
+
+
+def put_rates_back(optimizer: torch.optim.Optimizer, saved: Sequence[Sequence[float]]) -> None:
+    """Sets the rates that ``rates`` told. What was made with another rate, as in a clone, keeps it."""
+    if len(saved) == len(optimizer.param_groups):
+        for group, (first, rate) in zip(optimizer.param_groups, saved, strict=True):
+            if group["lr"] == first:
+                group["lr"] = rate
+
+
 def _is_plain(value: object) -> bool:
     if isinstance(value, list | tuple):
         return all(map(_is_plain, value))
