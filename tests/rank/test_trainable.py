@@ -10,6 +10,7 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file
 
+from fsdp_core.checkpoint import SavedShard, local_shards
 from fsdp_core.errors import PlanError
 from fsdp_core.plan.model import MeshPlan, ShardingPlan, UnitPlan
 from services.contract.jobs.specs import JobSpec
@@ -24,7 +25,7 @@ from services.contract.storage.commit_chain import CommitChain
 from services.contract.storage.manifests import Manifest
 from services.contract.words.ids import checkpoint_id
 from services.worker.rank.checkpoints import own_tensors, shard_file
-from services.worker.rank.checkpoints.beside import UnsavableStateError, flattened
+from services.worker.rank.checkpoints.beside import UnsavableStateError, flattened, restored
 from services.worker.rank.checkpoints.state import about_of, as_text
 from services.worker.rank.models.several import Models
 from tests.rank.gang import JOB, Attempt, Ranks, Trained
@@ -244,7 +245,26 @@ def test_what_is_no_model_is_refused(built: object) -> None:
         Models.of(built)
 
 
-@pytest.mark.parametrize("state", [{"a": {1: 2}}, {"a": [Path()]}, {"a": torch.zeros(0)}])
+@pytest.mark.parametrize("state", [{"a": {1: 2}}, {"a": [Path()]}])
 def test_a_state_that_json_and_tensors_cannot_say_is_refused(state: dict[str, Any]) -> None:
     with pytest.raises(UnsavableStateError, match=r"state_dict: .*beside\.a"):
         flattened(state)
+
+
+def test_a_tensor_without_elements_comes_back() -> None:
+    other = torch.ones(2)
+    state = {"buffer": [torch.zeros(0, 3, dtype=torch.bfloat16)], "other": other}
+    parts = flattened(state)
+    assert parts.tensors.keys() == {"beside.other"}
+    document = json.loads(json.dumps(parts.document))
+    entries = local_shards(parts.tensors)
+    saved = [
+        SavedShard(
+            each.fqn, each.global_shape, each.offsets, each.global_shape, each.tensor.__getitem__
+        )
+        for each in entries
+    ]
+    back = restored(document, saved, {})
+    (buffer,) = back["buffer"]
+    assert (buffer.shape, buffer.dtype) == ((0, 3), torch.bfloat16)
+    assert torch.equal(back["other"], other)

@@ -1,8 +1,8 @@
 """What a user has for a state: dicts and lists of tensors and of what JSON has words for.
 
 In a checkpoint its tensors lie among the others under ``beside.<path>``, and the rest in the text beside
-them, with ``{"tensor": name}`` where a tensor was. A user's dict never looks like that: it is written as
-``{"dict": …}``. Nothing is pickled.
+them, with ``{"tensor": name}`` where a tensor was, or ``{"empty": [dtype, shape]}`` where one had no elements.
+A user's dict never looks like that: it is written as ``{"dict": …}``. Nothing is pickled.
 """
 
 import json
@@ -74,8 +74,8 @@ def restored(
 
 def _written(value: object, path: str, tensors: dict[str, torch.Tensor]) -> Any:  # noqa: ANN401 (JSON)
     if isinstance(value, torch.Tensor):
-        if value.numel() == 0:
-            raise UnsavableStateError(f"state_dict: the tensor {path} has no elements")
+        if value.numel() == 0:  # a file has none of it
+            return {"empty": [str(value.dtype).removeprefix("torch."), list(value.shape)]}
         name = free_name(path, tensors)  # a key with a dot in it may be called as another place is
         tensors[name] = value.detach()
         return {"tensor": name}
@@ -105,5 +105,8 @@ def _read(value: Any, tensors: Mapping[str, torch.Tensor]) -> Any:  # noqa: ANN4
     if isinstance(value, Mapping):
         if "tensor" in value:
             return tensors[value["tensor"]]
+        if "empty" in value:
+            dtype, shape = value["empty"]
+            return torch.empty(shape, dtype=getattr(torch, dtype))
         return {name: _read(each, tensors) for name, each in value["dict"].items()}
     return value
