@@ -146,3 +146,17 @@ def test_a_table_that_a_factory_returns_is_a_data_set() -> None:
     assert feed(table(rows[::-1])).digest != one.digest
     assert feed(table(rows).shuffle(seed=1)).digest != one.digest
     assert feed(MapSource(dataset=table(rows), workers=1)).digest == one.digest
+
+
+def test_a_shuffled_stream_goes_on_with_the_samples_that_waited_in_its_buffer() -> None:
+    def begun() -> Feed:
+        rows = datasets.Dataset.from_dict({"number": range(40)}).to_iterable_dataset()
+        mixed = rows.shuffle(seed=3, buffer_size=8).map(lambda row: {"twice": 2 * row["number"]})
+        return feed_of(mixed.with_format("torch"), Share(1, 0, 1), 3)
+
+    whole, resumed = begun(), begun()
+    for step in range(1, 8):
+        whole.share(step)
+    resumed.restore(json.loads(json.dumps(whole.state())), 7)
+    for step in range(8, 90):
+        assert int(resumed.share(step)["twice"]) == int(whole.share(step)["twice"])

@@ -1,6 +1,7 @@
 """Shares of data that can only be walked through: all ranks see one stream, and go on in it."""
 
 import json
+import multiprocessing
 import random
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -17,7 +18,7 @@ from meshloom import IterableSource
 from services.worker.rank.data.batches import BatchShapeError
 from services.worker.rank.data.feeds import feed_of
 from services.worker.rank.data.share import Share
-from services.worker.rank.data.source import BEGINNING, DataError
+from services.worker.rank.data.source import BEGINNING, DataError, Feed
 from tests.rank.test_map_feed import WALKS, Numbers, Walk, total
 
 # torchdata calls what the newest torch has deprecated.
@@ -188,6 +189,37 @@ def test_workers_walk_ahead() -> None:
     rows = [int(each[0]) for step in range(1, 6) for each in feed.share(step)]
     assert rows == [*range(10), *range(5)]
     feed.close()
+
+
+@pytest.fixture
+def by_a_server() -> Iterator[None]:
+    """Python from 3.14 on has a server make all processes that say nothing else."""
+    before = multiprocessing.get_start_method()
+    multiprocessing.set_start_method("forkserver", force=True)
+    yield
+    multiprocessing.set_start_method(before, force=True)
+
+
+@pytest.mark.usefixtures("by_a_server")
+def test_workers_of_a_loader_are_those_of_its_rank() -> None:
+    feed = feed_of(DataLoader(Stream(10), batch_size=5, num_workers=1), Share(5, 0, 1), 3)
+    assert [int(each[0]) for each in feed.share(1)] == [*range(5)]
+    feed.close()
+
+
+def test_a_loader_has_new_workers_in_each_epoch_as_a_resumed_run_has() -> None:
+    def begun() -> Feed:
+        loader = DataLoader(Stream(40), batch_size=2, num_workers=1, persistent_workers=True)
+        return feed_of(loader, Share(4, 0, 1), 3)
+
+    whole, resumed = begun(), begun()
+    for step in range(1, 12):
+        whole.share(step)
+    resumed.restore(json.loads(json.dumps(whole.state())), 11)
+    for step in range(12, 22):
+        assert resumed.share(step).tolist() == whole.share(step).tolist()
+    whole.close()
+    resumed.close()
 
 
 def test_a_stream_without_samples_is_refused() -> None:

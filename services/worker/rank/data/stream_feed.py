@@ -78,6 +78,10 @@ class Walk:
         )
         if loader is not None and loader.num_workers:
             loader.worker_init_fn = partial(begin_worker, os.getpid(), loader.worker_init_fn)
+            if loader.multiprocessing_context is None:  # from Python 3.14 on the default is no fork
+                loader.multiprocessing_context = "fork"
+            # Workers of an earlier epoch go on with random states, and copies of the data set, that a resumed run lacks.
+            vars(loader)["persistent_workers"] = False
         self._source = source
         self._seed = seed
         self._stateful = _stateful(source)
@@ -391,7 +395,17 @@ def _stateful(source: IterableSource) -> _Stateful | None:
     # Such a loader counts batches that it skips twice; walking through its data again is right.
     if isinstance(inner, IterableDataset) and not _has_state(inner):
         return None
+    if any(_draws_from_a_buffer(getattr(each, "_ex_iterable", None)) for each in (made, inner)):
+        return None
     return cast("_Stateful", made)
+
+
+def _draws_from_a_buffer(stage: object) -> bool:
+    """Whether a stream of Hugging Face's is shuffled: its state leaves out the samples that wait in the buffer."""
+    if stage is None:
+        return False
+    before = [getattr(stage, "ex_iterable", None), *getattr(stage, "ex_iterables", ())]
+    return hasattr(stage, "buffer_size") or any(map(_draws_from_a_buffer, before))
 
 
 def _has_state(made: object) -> bool:
