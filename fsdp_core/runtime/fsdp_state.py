@@ -307,7 +307,8 @@ class FSDPState(ShardedUnit):
         """
         if self._training_state is TrainingState.POST_BACKWARD:
             if self._has_new_grads or self._params.are_owed:
-                self._post_backward(was_reached=self._params.are_owed)
+                # All ranks take part with all parameters: each may have used others this time, too.
+                self._post_backward()
         elif self._may_go_on and not is_whole and self._training_state is TrainingState.IDLE:
             self._hidden_outputs = max(0, self._hidden_outputs - 1)
             self._reduce_and_stay_whole()

@@ -313,3 +313,51 @@ def check_sharing(ctx: RankContext, borrower_first: bool) -> None:  # noqa: FBT0
                         torch.autograd.backward(model(x, shares=rank == micro))
                     torch.autograd.backward(plain(x, shares=rank == micro) / ctx.world)
             assert_same_full(model, plain, rtol=1e-5, atol=1e-6)
+
+
+class TargetsFirst(nn.Module):
+    """Asks each part without gradients for a target first; ranks use different experts."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(17)
+        self.first = nn.Linear(3, 3)
+        self.choose = Chosen()
+        self.head = nn.Linear(3, 3)
+
+    def forward(self, x: torch.Tensor, chosen: int) -> torch.Tensor:
+        x = self.first(x)
+        with torch.no_grad():
+            target = self.choose(x + 1, chosen)
+        hidden = self.choose(x, chosen).tanh() * target
+        with torch.no_grad():
+            target = self.head(hidden + 1)
+        result: torch.Tensor = (self.head(hidden) * target).square().sum()
+        return result
+
+
+class Chosen(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.experts = nn.ModuleList(nn.Linear(3, 3) for _ in range(3))
+
+    def forward(self, x: torch.Tensor, chosen: int) -> torch.Tensor:
+        result: torch.Tensor = self.experts[chosen](x)
+        return result
+
+
+def test_ranks_agree_on_gradients_that_arrive_after_the_units_reduction(gangs: Gangs) -> None:
+    gangs(2).run(check_late)
+
+
+def check_late(ctx: RankContext) -> None:
+    """The group's forward ends between the head's two calls: its reduction comes before the expert's."""
+    model, plain = TargetsFirst().to(ctx.device), TargetsFirst().to(ctx.device)
+    ours().shard([model.choose, model.head], mesh=ctx.mesh)
+    ours().shard(model, mesh=ctx.mesh)
+    for step in range(2):
+        torch.autograd.backward(model(ctx.batch(step, 4, 3), ctx.rank))
+        for rank in range(ctx.world):
+            other = RankContext(rank, ctx.world, ctx.device, ctx.mesh)
+            torch.autograd.backward(plain(other.batch(step, 4, 3), rank) / ctx.world)
+        assert_same_full(model, plain, rtol=1e-5, atol=1e-5)
