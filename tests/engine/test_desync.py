@@ -57,8 +57,8 @@ class Choosing(nn.Module):
 
 
 @pytest.mark.parametrize("skipped_for", ["twin", "other"])
-def test_a_unit_that_some_ranks_skip_is_named(device: str, skipped_for: str) -> None:
-    gang = Gang(2, device)  # of its own: its process group is of no use afterwards
+def test_a_unit_that_some_ranks_skip_is_named(skipped_for: str) -> None:
+    gang = Gang(2, "cpu")  # of its own: its process group is of no use afterwards
     for told in gang.run(check_skipped, skipped_for):
         assert told.startswith("Ranks ran different units: collective number ")
         one, other = re.findall(r"all-gather of '(\w+)\.weight' and 1 more on rank \d", told)
@@ -86,10 +86,8 @@ def train_out_of_step(ctx: RankContext, model: Choosing, skipped_for: str) -> No
     [(False, False), (True, False), (False, True)],
     ids=["sharded", "sharded, one raised", "replicated"],
 )
-def test_ranks_that_part_in_backward_are_told_so(
-    device: str, *, raises: bool, replicates: bool
-) -> None:
-    gang = Gang(2, device)  # of its own: its process group is of no use afterwards
+def test_ranks_that_part_in_backward_are_told_so(*, raises: bool, replicates: bool) -> None:
+    gang = Gang(2, "cpu")  # of its own: its process group is of no use afterwards
     for told in gang.run(check_parting, raises, replicates):
         assert told.startswith("Ranks ran different units: collective number ")
         assert "all-reduce of" in told if replicates else "reduce-scatter of" in told
@@ -124,8 +122,8 @@ def check_parting(ctx: RankContext, raises: bool, replicates: bool) -> str:  # n
     return str(caught.value)
 
 
-def test_a_rank_that_clips_while_others_go_backward_is_told_so(device: str) -> None:
-    gang = Gang(2, device)  # of its own: its process group is of no use afterwards
+def test_a_rank_that_clips_while_others_go_backward_is_told_so() -> None:
+    gang = Gang(2, "cpu")  # of its own: its process group is of no use afterwards
     for told in gang.run(check_clipping):
         assert "all-reduce of the gradients' norms" in told
     gang.kill()
@@ -150,8 +148,8 @@ def train_or_clip(ctx: RankContext, model: Choosing) -> None:
     clip_grad_norm_(model.parameters(), 1.0)
 
 
-def test_a_rank_whose_collective_raised_before_it_started_is_named(device: str) -> None:
-    gang = Gang(2, device)  # of its own: its process group is of no use afterwards
+def test_a_rank_whose_collective_raised_before_it_started_is_named() -> None:
+    gang = Gang(2, "cpu")  # of its own: its process group is of no use afterwards
     for told in gang.run(check_unstarted):
         assert "all-gather of 'first.weight' and 1 more, which raised before it started" in told
     gang.kill()
@@ -177,14 +175,14 @@ def check_unstarted(ctx: RankContext) -> str:
     return str(caught.value)
 
 
-def test_a_slow_rank_is_waited_for_and_named(device: str) -> None:
-    gang = Gang(2, device)
+def test_a_slow_rank_is_waited_for_and_named() -> None:
+    gang = Gang(2, "cpu")
     gang.run(check_slow)
     gang.close()
 
 
-def test_ranks_may_change_course_together(device: str) -> None:
-    gang = Gang(2, device)
+def test_ranks_may_change_course_together() -> None:
+    gang = Gang(2, "cpu")
     gang.run(check_together)
     gang.close()
 
@@ -236,8 +234,8 @@ class _Told(logging.Handler):
         torch_private.default_store().set(self.KEY, record.getMessage())
 
 
-def test_a_collective_that_fails_is_not_waited_for_again(gangs: Gangs) -> None:
-    gangs(1).run(check_failing)
+def test_a_collective_that_fails_is_not_waited_for_again(cpu_gangs: Gangs) -> None:
+    cpu_gangs(1).run(check_failing)
 
 
 class Failing(dist.Work):
@@ -254,8 +252,8 @@ def check_failing(ctx: RankContext) -> None:
         desync.wait_in_step(Failing(), group, ctx.device)
 
 
-def test_a_rank_whose_peer_has_left_over_a_difference_is_told_it(gangs: Gangs) -> None:
-    gangs(2).run(check_peer_left)
+def test_a_rank_whose_peer_has_left_over_a_difference_is_told_it(cpu_gangs: Gangs) -> None:
+    cpu_gangs(2).run(check_peer_left)
 
 
 def check_peer_left(ctx: RankContext) -> None:
@@ -276,8 +274,8 @@ def check_peer_left(ctx: RankContext) -> None:
     dist.barrier()
 
 
-def test_a_collective_may_end_right_after_patience_was_lost(gangs: Gangs) -> None:
-    gangs(1).run(check_late)
+def test_a_collective_may_end_right_after_patience_was_lost(cpu_gangs: Gangs) -> None:
+    cpu_gangs(1).run(check_late)
 
 
 class Late(dist.Work):

@@ -245,8 +245,8 @@ def run(ctx: RankContext, scenario: Scenario, deaf_to: str | None = None) -> Sim
 
 @pytest.mark.parametrize("world", [1, 4])
 @pytest.mark.parametrize("scenario", [sharded, mixed_precision, low_precision_weights], ids=NAME)
-def test_every_use_of_memory_is_ordered(gangs: Gangs, scenario: Scenario, world: int) -> None:
-    gangs(world).run(check_order, scenario)
+def test_every_use_of_memory_is_ordered(cpu_gangs: Gangs, scenario: Scenario, world: int) -> None:
+    cpu_gangs(world).run(check_order, scenario)
 
 
 @pytest.mark.parametrize(
@@ -264,8 +264,8 @@ def test_every_use_of_memory_is_ordered(gangs: Gangs, scenario: Scenario, world:
     ],
     ids=NAME,
 )
-def test_every_use_of_memory_is_ordered_on_four_ranks(gangs: Gangs, scenario: Scenario) -> None:
-    gangs(4).run(check_order, scenario)
+def test_every_use_of_memory_is_ordered_on_four_ranks(cpu_gangs: Gangs, scenario: Scenario) -> None:
+    cpu_gangs(4).run(check_order, scenario)
 
 
 def check_order(ctx: RankContext, scenario: Scenario) -> None:
@@ -279,9 +279,9 @@ def check_order(ctx: RankContext, scenario: Scenario) -> None:
     "scenario", [unused_on_some_ranks, unused_where_replicas_average], ids=NAME
 )
 def test_the_host_waits_for_flags_of_unused_parameters_only_where_backward_ends(
-    gangs: Gangs, scenario: Scenario
+    cpu_gangs: Gangs, scenario: Scenario
 ) -> None:
-    gangs(4).run(check_waits, scenario)
+    cpu_gangs(4).run(check_waits, scenario)
 
 
 def check_waits(ctx: RankContext, scenario: Scenario) -> None:
@@ -305,8 +305,8 @@ class Board(NullObserver):
         self.completed.append((group, sequence))
 
 
-def test_a_collective_has_completed_when_the_device_says_so(gangs: Gangs) -> None:
-    gangs(4).run(check_completion)
+def test_a_collective_has_completed_when_the_device_says_so(cpu_gangs: Gangs) -> None:
+    cpu_gangs(4).run(check_completion)
 
 
 def check_completion(ctx: RankContext) -> None:
@@ -337,17 +337,17 @@ def check_completion(ctx: RankContext) -> None:
     ids=["sharded", "quantized", "replicated"],
 )
 def test_collectives_are_work_of_their_streams(
-    gangs: Gangs, scenario: Scenario, streams: set[str]
+    cpu_gangs: Gangs, scenario: Scenario, streams: set[str]
 ) -> None:
-    gangs(4).run(check_streams, scenario, streams)
+    cpu_gangs(4).run(check_streams, scenario, streams)
 
 
 def check_streams(ctx: RankContext, scenario: Scenario, streams: set[str]) -> None:
     assert {each.stream for each in run(ctx, scenario).device.collectives} == streams
 
 
-def test_in_forward_a_gather_overlaps_the_copy_out_of_the_one_before(gangs: Gangs) -> None:
-    gangs(4).run(check_overlap)
+def test_in_forward_a_gather_overlaps_the_copy_out_of_the_one_before(cpu_gangs: Gangs) -> None:
+    cpu_gangs(4).run(check_overlap)
 
 
 def check_overlap(ctx: RankContext) -> None:
@@ -369,9 +369,9 @@ def check_overlap(ctx: RankContext) -> None:
 
 @pytest.mark.parametrize("scenario", [sharded, mixed_precision, replicated], ids=NAME)
 def test_rows_of_a_reduction_are_aligned_whatever_the_flags_add(
-    gangs: Gangs, scenario: Scenario
+    cpu_gangs: Gangs, scenario: Scenario
 ) -> None:
-    gangs(4).run(check_aligned, scenario)
+    cpu_gangs(4).run(check_aligned, scenario)
 
 
 def check_aligned(ctx: RankContext, scenario: Scenario) -> None:
@@ -382,9 +382,9 @@ def check_aligned(ctx: RankContext, scenario: Scenario) -> None:
 
 
 @pytest.mark.parametrize("edge", NEEDED)
-def test_without_one_ordering_memory_is_used_too_early(gangs: Gangs, edge: str) -> None:
+def test_without_one_ordering_memory_is_used_too_early(cpu_gangs: Gangs, edge: str) -> None:
     scenario, world = NEEDED[edge]
-    gangs(world).run(check_that_it_matters, scenario, edge)
+    cpu_gangs(world).run(check_that_it_matters, scenario, edge)
 
 
 def check_that_it_matters(ctx: RankContext, scenario: Scenario, edge: str) -> None:

@@ -51,8 +51,8 @@ LAND = ["on REDUCE", "event REDUCE", "off REDUCE", "COMPUTE after event", "on RE
 
 
 @pytest.mark.ranks
-def test_streams_are_ordered_wherever_memory_changes_hands(gangs: Gangs) -> None:
-    gangs(2).run(check_script)
+def test_streams_are_ordered_wherever_memory_changes_hands(cpu_gangs: Gangs) -> None:
+    cpu_gangs(2).run(check_script)
 
 
 def check_script(ctx: RankContext) -> None:
