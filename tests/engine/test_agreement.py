@@ -40,9 +40,9 @@ class Choice(nn.Module):
         return result
 
 
-def choice() -> Choice:
+def choice(ctx: RankContext) -> Choice:
     torch.manual_seed(19)
-    return Choice()
+    return Choice().to(ctx.device)
 
 
 def chosen_by(rank: int, step: int) -> list[int]:
@@ -100,7 +100,7 @@ def mesh_of(ctx: RankContext, case: Case) -> DeviceMesh:
 
 def compare(ctx: RankContext, cases: list[Case]) -> None:
     for case in cases:
-        model, plain = choice(), choice()
+        model, plain = choice(ctx), choice(ctx)
         ours().shard(model.first, mesh=mesh_of(ctx, case), mp_policy=case.policy)
         ours().shard(model, mesh=mesh_of(ctx, case), mp_policy=case.policy)
         optimizers = [torch.optim.SGD(m.parameters(), lr=1e-2) for m in (model, plain)]
@@ -135,7 +135,7 @@ def test_zeros_take_part_where_unused_parameters_are_reduced(gangs: Gangs) -> No
 
 def check_reduce_unused(ctx: RankContext) -> None:
     for agree in (True, False):
-        model, plain = choice(), choice()
+        model, plain = choice(ctx), choice(ctx)
         ours().shard(model, mesh=ctx.mesh)
         for group in groups_of(model):
             group.options.agree_on_unused = agree
@@ -172,7 +172,7 @@ def test_ranks_agree_on_what_earlier_microbatches_left_although_the_last_skips_t
 
 
 def check_left_by_others(ctx: RankContext) -> None:
-    model, plain = Half(), Half()
+    model, plain = Half().to(ctx.device), Half().to(ctx.device)
     ours().shard(model.choice, mesh=ctx.mesh)
     ours().shard(model, mesh=ctx.mesh)
     # The same number of elements on each rank, but of other parameters.
@@ -190,9 +190,9 @@ def test_a_zero_gradient_is_not_taken_for_none(gangs: Gangs) -> None:
 
 
 def check_zero(ctx: RankContext) -> None:
-    model = choice()
+    model = choice(ctx)
     ours().shard(model, mesh=ctx.mesh)
-    x = torch.ones(1, 3)
+    x = torch.ones(1, 3, device=ctx.device)
     loss = model(x, [0] if ctx.rank == 0 else [])
     torch.autograd.backward(loss * 0.0)
     for name, param in model.named_parameters():
@@ -208,7 +208,7 @@ def test_frozen_parameters_stay_out_of_it(gangs: Gangs) -> None:
 
 
 def check_frozen(ctx: RankContext) -> None:
-    model = choice()
+    model = choice(ctx)
     model.first.weight.requires_grad = False
     model.experts[1].requires_grad_(requires_grad=False)
     ours().shard(model, mesh=ctx.mesh)
@@ -227,7 +227,7 @@ def test_ranks_agree_on_parameters_that_were_frozen_after_a_microbatch_used_them
 
 
 def check_frozen_since(ctx: RankContext, kind: str) -> None:
-    model, plain = choice(), choice()
+    model, plain = choice(ctx), choice(ctx)
     case = Case(replicas=2 if kind == "kept by replicas" else 1)
     owns = (lambda param: Owned() if param.ndim == 2 else None) if kind == "owned" else None
     ours().shard(model, mesh=mesh_of(ctx, case), shard_placement_fn=owns)
@@ -300,7 +300,7 @@ def test_ranks_may_differ_in_their_use_of_a_parameter_that_units_share(
 def check_sharing(ctx: RankContext, borrower_first: bool) -> None:  # noqa: FBT001 - shipped positionally
     for needs_grad in (False, True):
         for sync in (True, False):
-            model, plain = (Sharing(borrower_first=borrower_first) for _ in range(2))
+            model, plain = (Sharing(borrower_first=borrower_first).to(ctx.device) for _ in range(2))
             for unit in (model.lender, model.borrower, model):
                 ours().shard(unit, mesh=ctx.mesh)
             for micro in range(3):

@@ -79,7 +79,7 @@ def train_step(
 def stored(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[Stored]:
     state = {**model_state(model), **optimizer_state(model, optimizer)}
     return [
-        Stored(e.fqn, e.global_shape, e.offsets, e.dtype, e.tensor.clone())
+        Stored(e.fqn, e.global_shape, e.offsets, e.dtype, e.tensor.to("cpu", copy=True))
         for e in local_shards(state)
     ]
 

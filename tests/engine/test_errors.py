@@ -80,7 +80,7 @@ def test_two_roots_are_refused_by_name(gangs: Gangs) -> None:
 
 def check_roots(ctx: RankContext) -> None:
     model = shard_decoder(ctx)
-    x = torch.randn(1, 13)
+    x = torch.randn(1, 13, device=ctx.device)
     model.blocks[1](x)
     with pytest.raises(RuntimeError, match=r"already been lazily initialized for blocks\.1\n"):
         backward_once(ctx, model)
@@ -193,7 +193,7 @@ def check_view(ctx: RankContext) -> None:
     model = Flattened(2, 2)
     fully_shard(model, mesh=ctx.mesh)
     with pytest.warns(UserWarning, match=r"FSDP2-wrapped module \(FSDPFlattened\) returned a view"):
-        model(torch.randn(1, 2))
+        model(torch.randn(1, 2, device=ctx.device))
 
 
 def test_a_ticket_is_waited_for_once() -> None:

@@ -157,7 +157,7 @@ def check_groups(ctx: RankContext) -> None:
     assert isinstance(up, DTensor)
     assert up.device_mesh.mesh_dim_names == ("efsdp", "ep")
     assert local(up).shape == (2, 3, 8)
-    for name, whole in net().state_dict().items():
+    for name, whole in net().to(ctx.device).state_dict().items():
         assert torch.equal(full(model.state_dict()[name]), whole), name
     other = sharded(ctx, ours(), split=True, seed=1)
     other.load_state_dict(model.state_dict())
@@ -172,7 +172,7 @@ def test_meshes_without_split_experts_train_as_one_process(gangs: Gangs) -> None
 def compare_with_one_process(ctx: RankContext) -> None:
     # Experts are cut over pairs, and a pair sees half of the batches: replicas of their own.
     dense, sparse = meshes(ctx.device.type)
-    model, whole = net(), net()
+    model, whole = net().to(ctx.device), net().to(ctx.device)
     engine = ours()
     infos = (
         engine.fsdp_mesh_info(mesh=dense, shard_mesh_dim=0),

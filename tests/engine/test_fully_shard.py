@@ -184,7 +184,7 @@ def test_forward_ends_resharded_as_asked(gangs: Gangs, *, reshard: bool | None) 
 
 def check_reshard(ctx: RankContext, reshard: bool | None) -> None:  # noqa: FBT001 - shipped positionally
     model = shard_decoder(ctx, reshard=reshard)
-    loss = loss_of(model, tokens_of(0, ctx.rank))
+    loss = loss_of(model, tokens_of(0, ctx.rank).to(ctx.device))
     root, *blocks = states(model)
     kept = [
         group.sharded_state is ShardedState.UNSHARDED for s in [root, *blocks] for group in s.groups
@@ -202,13 +202,13 @@ def test_nothing_whole_is_held_after_backward(gangs: Gangs) -> None:
 def check_nothing_held(ctx: RankContext) -> None:
     model = shard_decoder(ctx)
     for step in range(3):
-        torch.autograd.backward(loss_of(model, tokens_of(step, ctx.rank)))
+        torch.autograd.backward(loss_of(model, tokens_of(step, ctx.rank).to(ctx.device)))
         assert held_unsharded_bytes(model) == 0
         context = state(model).context
         assert len(context.reduces) == 0
         assert not any(g.is_gathering for s in states(model) for g in s.groups)
     with torch.no_grad():
-        model(tokens_of(9, ctx.rank))
+        model(tokens_of(9, ctx.rank).to(ctx.device))
     unit(model).reshard()
     assert held_unsharded_bytes(model) == 0
 
@@ -218,9 +218,10 @@ def test_forward_before_and_after_inference_mode(gangs: Gangs) -> None:
 
 
 def check_inference_mode(ctx: RankContext) -> None:
-    model, plain = shard_decoder(ctx), decoder()
+    model, plain = shard_decoder(ctx), decoder().to(ctx.device)
+    tokens = tokens_of(0, 0).to(ctx.device)
     with torch.inference_mode():
-        assert torch.equal(model(tokens_of(0, 0)), plain(tokens_of(0, 0)))
+        assert torch.equal(model(tokens), plain(tokens))
     backward_once(ctx, model)
     assert model.embed.weight.grad is not None
 
@@ -230,7 +231,7 @@ def test_unshard_makes_whole_and_reshard_slices(gangs: Gangs) -> None:
 
 
 def check_unshard(ctx: RankContext) -> None:
-    plain = decoder()
+    plain = decoder().to(ctx.device)
     model = shard_decoder(ctx)
     block = unit(model.blocks[1])
     handle = block.unshard(async_op=True)  # before any forward, on a unit that is no root
@@ -282,15 +283,15 @@ class Switch(nn.Module):
 
 def check_changing_path(ctx: RankContext) -> None:
     torch.manual_seed(1)
-    plain = Switch()
+    plain = Switch().to(ctx.device)
     torch.manual_seed(1)
-    model = Switch()
+    model = Switch().to(ctx.device)
     for layer in model.layers:
         fully_shard(layer, mesh=ctx.mesh)
     fully_shard(model, mesh=ctx.mesh)
     optimizers = [torch.optim.SGD(m.parameters(), lr=0.1) for m in (plain, model)]
     for step, order in enumerate([[0, 1, 2, 3], [0, 2], [3, 1, 1], [0, 1, 2, 3], [2]]):
-        x = torch.randn(2, WIDTH, generator=torch.Generator().manual_seed(step))
+        x = torch.randn(2, WIDTH, generator=torch.Generator().manual_seed(step)).to(ctx.device)
         for each in (plain, model):
             torch.autograd.backward(each(x, order).square().mean())
         assert not any(g.is_gathering for s in states(model) for g in s.groups)
@@ -308,11 +309,11 @@ def test_a_wrong_guess_is_not_used_after_an_update(gangs: Gangs) -> None:
 
 @torch.no_grad()
 def check_stale_guess(ctx: RankContext) -> None:
-    model = Switch()
+    model = Switch().to(ctx.device)
     for layer in model.layers:
         fully_shard(layer, mesh=ctx.mesh)
     fully_shard(model, mesh=ctx.mesh)
-    x = torch.ones(1, WIDTH)
+    x = torch.ones(1, WIDTH, device=ctx.device)
     model(x, [0, 1])
     model(x, [0])  # predicts 1, which does not run
     for param in model.parameters():
@@ -326,13 +327,13 @@ def test_reshard_drops_what_was_gathered_before_an_update(gangs: Gangs) -> None:
 
 @torch.no_grad()
 def check_gathered_before_update(ctx: RankContext) -> None:
-    model = nn.Linear(WIDTH, WIDTH)
+    model = nn.Linear(WIDTH, WIDTH).to(ctx.device)
     fully_shard(model, mesh=ctx.mesh)
     unit(model).unshard(async_op=True)
     unit(model).reshard()
     for param in model.parameters():
         param.zero_()
-    assert not model(torch.ones(1, WIDTH)).any()
+    assert not model(torch.ones(1, WIDTH, device=ctx.device)).any()
 
 
 def test_module_runs_twice_before_backward(gangs: Gangs) -> None:
@@ -340,9 +341,10 @@ def test_module_runs_twice_before_backward(gangs: Gangs) -> None:
 
 
 def check_two_forwards(ctx: RankContext) -> None:
-    model, plain = shard_decoder(ctx), decoder()
+    model, plain = shard_decoder(ctx), decoder().to(ctx.device)
+    first, second = (tokens_of(step, 0).to(ctx.device) for step in range(2))
     for each in (model, plain):
-        torch.autograd.backward(loss_of(each, tokens_of(0, 0)) + loss_of(each, tokens_of(1, 0)))
+        torch.autograd.backward(loss_of(each, first) + loss_of(each, second))
     for (name, mine), theirs in zip(model.named_parameters(), plain.parameters(), strict=True):
         if theirs.grad is not None:
             assert isinstance(mine.grad, DTensor), name
@@ -355,7 +357,7 @@ def test_ignored_parameters_are_left_alone(gangs: Gangs) -> None:
 
 
 def check_ignored(ctx: RankContext) -> None:
-    model = Decoder()
+    model = Decoder().to(ctx.device)  # what is ignored is not moved either
     ignored = {model.get_parameter("embed.weight")}
     fully_shard(model, mesh=ctx.mesh, ignored_params=ignored)
     assert not isinstance(model.embed.weight, DTensor)
@@ -377,13 +379,13 @@ def test_a_registered_method_trains_as_forward_does(gangs: Gangs) -> None:
 
 def check_registered_method(ctx: RankContext) -> None:
     torch.manual_seed(2)
-    plain = Scorer(3, 5)
+    plain = Scorer(3, 5).to(ctx.device)
     torch.manual_seed(2)
-    model = Scorer(3, 5)
+    model = Scorer(3, 5).to(ctx.device)
     register_fsdp_forward_method(plain, "score")  # not sharded: left as it is
     fully_shard(model, mesh=ctx.mesh)
     register_fsdp_forward_method(model, "score")
-    x = torch.ones(2, 3)
+    x = torch.ones(2, 3, device=ctx.device)
     for each in (plain, model):
         torch.autograd.backward(each.score(x, scale=2.0).sum())
     assert plain.weight.grad is not None

@@ -120,13 +120,14 @@ def test_no_gradient_is_seen_before_the_replicas_agree(gangs: Gangs) -> None:
 def check_no_gradient_yet(ctx: RankContext) -> None:
     model = sharded(ctx, ours(), grid(ctx, 2, 2))
     set_all_reduce(ours(), model, on=False)
-    torch.autograd.backward(loss_of(model, tokens_of(0, ctx.rank)))
+    torch.autograd.backward(on_own_tokens(ctx)(model, 0))
     assert all(param.grad is None for param in model.parameters())
     set_all_reduce(ours(), model, on=True)
-    torch.autograd.backward(loss_of(model, tokens_of(1, ctx.rank)))
-    plain = decoder()
+    torch.autograd.backward(on_own_tokens(ctx)(model, 1))
+    plain = decoder().to(ctx.device)
     for step in (0, 1):
-        losses = [loss_of(plain, tokens_of(step, rank)) for rank in range(ctx.world)]
+        tokens = [tokens_of(step, rank).to(ctx.device) for rank in range(ctx.world)]
+        losses = [loss_of(plain, each) for each in tokens]
         torch.autograd.backward(torch.stack(losses).mean())
     assert_same_full(model, plain, rtol=1e-4, atol=1e-6)
 
@@ -145,9 +146,9 @@ class Branches(nn.Module):
         return result
 
 
-def branches() -> Branches:
+def branches(ctx: RankContext) -> Branches:
     torch.manual_seed(4)
-    return Branches()
+    return Branches().to(ctx.device)
 
 
 def test_replicas_that_use_different_parameters_of_two_dtypes_agree(gangs: Gangs) -> None:
@@ -156,7 +157,7 @@ def test_replicas_that_use_different_parameters_of_two_dtypes_agree(gangs: Gangs
 
 def check_branches(ctx: RankContext) -> None:
     for on_at in ((True, True), (False, True)):
-        model, plain = branches(), branches()
+        model, plain = branches(ctx), branches(ctx)
         ours().shard(model, mesh=grid(ctx, 2, 2))
         for param in model.parameters():
             assert isinstance(param, DTensor)
@@ -197,7 +198,7 @@ def test_sums_of_a_parameter_that_units_share_wait_for_the_all_reduce(
 
 def check_tied(ctx: RankContext, owner: str) -> None:
     torch.manual_seed(3)
-    model, plain = Tied(), Tied()
+    model, plain = Tied().to(ctx.device), Tied().to(ctx.device)
     plain.load_state_dict(model.state_dict())
     mesh = grid(ctx, 2, 1)
     borrower = "head" if owner == "embedding" else "embedding"
@@ -206,7 +207,7 @@ def check_tied(ctx: RankContext, owner: str) -> None:
     for micro in range(3):
         set_all_reduce(ours(), model, on=micro == 2)
         with_head = micro < 2  # so the last backward does not reach one of the units
-        tokens = torch.arange(4) + micro
+        tokens = torch.arange(4, device=ctx.device) + micro
         torch.autograd.backward(model(tokens + ctx.rank, with_head=with_head))
         for rank in range(2):
             torch.autograd.backward(plain(tokens + rank, with_head=with_head) / 2)
@@ -246,7 +247,7 @@ def check_head_alone_at_last(ctx: RankContext) -> None:
 
 def check_skipped_at_last(ctx: RankContext) -> None:
     torch.manual_seed(3)
-    model, plain = TwoLayers(), TwoLayers()
+    model, plain = TwoLayers().to(ctx.device), TwoLayers().to(ctx.device)
     plain.load_state_dict(model.state_dict())
     mesh = grid(ctx, 2, 1)
     for unit in (model.first, model.second, model):
@@ -291,8 +292,9 @@ class Board(NullObserver):
         self.events.append(("complete", group))
 
 
-def test_backward_goes_on_while_replicas_average(gangs: Gangs) -> None:
-    gangs(4).run(check_overlap)
+def test_backward_goes_on_while_replicas_average(cpu_gangs: Gangs) -> None:
+    """Elsewhere all collectives are in the device's queues, and end when it says so."""
+    cpu_gangs(4).run(check_overlap)
 
 
 def check_overlap(ctx: RankContext) -> None:

@@ -366,7 +366,7 @@ def check_state_dict(ctx: RankContext) -> None:
     # An ordinary DTensor, as from a full-precision model, ends low precision for that parameter.
     plain = {
         name: distribute_tensor(param.detach(), ctx.mesh, [Shard(0)])
-        for name, param in decoder().named_parameters()
+        for name, param in decoder().to(ctx.device).named_parameters()
     }
     second.load_state_dict({**plain, "head.weight": plain["embed.weight"]}, assign=True)
     full = shard_decoder(ctx)

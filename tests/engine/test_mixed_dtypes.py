@@ -87,9 +87,9 @@ def test_one_unit_trains_as_one_process_does(gangs: Gangs, world: int) -> None:
 
 
 def compare_with_one_process(ctx: RankContext) -> None:
-    model, plain = several(), several()
+    model, plain = several().to(ctx.device), several().to(ctx.device)
     ours().shard(model, mesh=ctx.mesh)
-    x = torch.randn(4, 5, generator=torch.Generator().manual_seed(1))
+    x = torch.randn(4, 5, generator=torch.Generator().manual_seed(1)).to(ctx.device)
     for each in (model, plain):
         torch.autograd.backward(each(x))
     for (name, mine), whole in zip(model.named_parameters(), plain.parameters(), strict=True):
@@ -102,7 +102,7 @@ def compare_with_one_process(ctx: RankContext) -> None:
         assert mine.grad.dtype == whole.dtype
         torch.testing.assert_close(full(mine.grad), whole.grad, rtol=2e-2, atol=1e-3, msg=name)
     for name, tensor in model.state_dict().items():
-        whole_bytes = plain.state_dict()[name].flatten().view(torch.uint8)
+        whole_bytes = plain.state_dict()[name].cpu().flatten().view(torch.uint8)
         assert torch.equal(gathered(tensor, ctx), whole_bytes), name
 
 

@@ -101,9 +101,14 @@ def strided(param: nn.Parameter) -> Shard | None:
 PLACEMENTS: list[PlacementFn | None] = [None, strided, lambda p: Shard(-2 if p.ndim > 1 else 0)]
 
 
-def odd() -> Odd:
+def odd(ctx: RankContext) -> Odd:
     torch.manual_seed(5)
-    return Odd()
+    return Odd().to(ctx.device)
+
+
+def batch(ctx: RankContext, step: int) -> torch.Tensor:
+    """The same on every rank."""
+    return torch.randn(4, 5, generator=torch.Generator().manual_seed(step)).to(ctx.device)
 
 
 @pytest.mark.parametrize("world", [1, 2, 3])
@@ -113,7 +118,7 @@ def test_uneven_and_strided_parameters_train_as_one_process_does(gangs: Gangs, w
 
 def compare_with_one_process(ctx: RankContext) -> None:
     for placement_of in PLACEMENTS:
-        plain, model = odd(), odd()
+        plain, model = odd(ctx), odd(ctx)
         fully_shard(model.conv, mesh=ctx.mesh, shard_placement_fn=placement_of)
         fully_shard(model, mesh=ctx.mesh, shard_placement_fn=placement_of)
         check_forms(model, plain)
@@ -122,7 +127,7 @@ def compare_with_one_process(ctx: RankContext) -> None:
             torch.optim.AdamW(plain.parameters(), lr=1e-2, foreach=False),
         ]
         for step in range(3):
-            x = torch.randn(4, 5, generator=torch.Generator().manual_seed(step))
+            x = batch(ctx, step)
             for each, optimizer in zip((model, plain), optimizers, strict=True):
                 optimizer.zero_grad()
                 torch.autograd.backward(each(x))
@@ -197,17 +202,17 @@ def test_state_dicts_of_strided_parameters_round_trip(gangs: Gangs, world: int) 
 
 
 def check_round_trips(ctx: RankContext) -> None:
-    x = torch.randn(4, 5, generator=torch.Generator().manual_seed(1))
+    x = batch(ctx, 1)
     for placement_of in PLACEMENTS:
-        plain = odd()
-        source = odd()
+        plain = odd(ctx)
+        source = odd(ctx)
         fully_shard(source, mesh=ctx.mesh, shard_placement_fn=placement_of)
         saved = source.state_dict()
         for name, whole in plain.state_dict().items():
             assert torch.equal(saved[name].full_tensor(), whole), name
         for fill in (load, load_assign, load_into_meta):
             model = make_other(ctx, placement_of, on_meta=fill is load_into_meta)
-            fill(model, saved)
+            fill(ctx, model, saved)
             check_forms(model, plain)
             torch.testing.assert_close(model(x), plain(x))
             torch.autograd.backward(model(x))
@@ -224,16 +229,18 @@ def make_other(ctx: RankContext, placement_of: PlacementFn | None, *, on_meta: b
     return model
 
 
-def load(model: Odd, saved: dict[str, torch.Tensor]) -> None:
+def load(ctx: RankContext, model: Odd, saved: dict[str, torch.Tensor]) -> None:
+    del ctx
     model.load_state_dict(saved)
 
 
-def load_assign(model: Odd, saved: dict[str, torch.Tensor]) -> None:
+def load_assign(ctx: RankContext, model: Odd, saved: dict[str, torch.Tensor]) -> None:
+    del ctx
     model.load_state_dict({n: t.detach().clone() for n, t in saved.items()}, assign=True)
 
 
-def load_into_meta(model: Odd, saved: dict[str, torch.Tensor]) -> None:
-    model.to_empty(device="cpu")
+def load_into_meta(ctx: RankContext, model: Odd, saved: dict[str, torch.Tensor]) -> None:
+    model.to_empty(device=ctx.device)
     model.load_state_dict(saved)
 
 
@@ -242,11 +249,11 @@ def test_changes_of_dtype_and_device_keep_the_form(gangs: Gangs) -> None:
 
 
 def check_apply(ctx: RankContext) -> None:
-    plain, model = odd().double(), odd()
+    plain, model = odd(ctx).double(), odd(ctx)
     fully_shard(model, mesh=ctx.mesh, shard_placement_fn=strided)
     model.double()
     check_forms(model, plain)
-    x = torch.randn(4, 5, generator=torch.Generator().manual_seed(1)).double()
+    x = batch(ctx, 1).double()
     for each in (model, plain):
         torch.autograd.backward(each(x))
     assert_same_full(model, plain, rtol=1e-9, atol=1e-12)
@@ -257,17 +264,17 @@ def test_padding_never_reaches_a_user(gangs: Gangs) -> None:
 
 
 def check_padding(ctx: RankContext) -> None:
-    model = odd()
+    model = odd(ctx)
     fully_shard(model, mesh=ctx.mesh, shard_placement_fn=strided)
     with torch.no_grad():
         for param in model.parameters():
             param.fill_(1.0)
-    torch.autograd.backward(model(torch.ones(4, 5)))
-    whole = odd()
+    torch.autograd.backward(model(torch.ones(4, 5, device=ctx.device)))
+    whole = odd(ctx)
     with torch.no_grad():
         for param in whole.parameters():
             param.fill_(1.0)
-    torch.autograd.backward(whole(torch.ones(4, 5)))
+    torch.autograd.backward(whole(torch.ones(4, 5, device=ctx.device)))
     assert_same_full(model, whole, rtol=1e-5, atol=1e-6)
     for group in groups_of(model):
         for managed in group.params:
@@ -306,7 +313,7 @@ def test_one_group_may_shard_on_several_dims_of_a_mesh_with_names(gangs: Gangs) 
 
 def check_one_group(ctx: RankContext) -> None:
     mesh = init_device_mesh(ctx.device.type, (ctx.world,), mesh_dim_names=("dp",))
-    model = odd()
+    model = odd(ctx)
     fully_shard(model, mesh=mesh, shard_placement_fn=strided)
     (group,) = groups_of(model)
     assert {param.slicing.dim for param in group.params} >= {None, 0, 1}

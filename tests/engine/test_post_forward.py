@@ -98,7 +98,7 @@ def test_between_forward_and_backward_slices_of_the_smaller_mesh_hang(gangs: Gan
 
 def check_slices(ctx: RankContext) -> None:
     torch.manual_seed(12)
-    plain = nn.Linear(3, 5)
+    plain = nn.Linear(3, 5).to(ctx.device)
     model = nn.Sequential(nn.Linear(3, 5)).to(ctx.device)
     model[0].load_state_dict(plain.state_dict())
     ours().shard(model[0], mesh=ctx.mesh, reshard_after_forward=2)
@@ -123,7 +123,7 @@ def check_slices(ctx: RankContext) -> None:
     weight = model[0].weight
     assert isinstance(weight, DTensor)
     assert isinstance(weight.grad, DTensor)
-    assert torch.equal(weight.grad.full_tensor(), torch.ones(5, 3))
+    assert torch.equal(weight.grad.full_tensor(), torch.ones(5, 3, device=ctx.device))
 
 
 def held_states(model: nn.Module) -> list[ShardedState]:

@@ -47,10 +47,14 @@ def set_options(model: nn.Module, **options: object) -> None:
             setattr(group.options, name, value)
 
 
+def loss_on(ctx: RankContext, model: nn.Module, step: int) -> torch.Tensor:
+    return loss_of(model, tokens_of(step, ctx.rank).to(ctx.device))
+
+
 def sgd(ctx: RankContext, model: nn.Module, *, steps: int = 2, microbatches: int = 1) -> Trace:
     return train(
         model,
-        lambda m, step: loss_of(m, tokens_of(step, ctx.rank).to(ctx.device)),
+        lambda m, step: loss_on(ctx, m, step),
         steps=steps,
         microbatches=microbatches,
         optimizer=torch.optim.SGD,
@@ -104,11 +108,12 @@ def check_factor(ctx: RankContext) -> None:
     grid = init_device_mesh(ctx.device.type, (2, 2), mesh_dim_names=("dp_replicate", "dp_shard"))
     for mesh in (ctx.mesh, grid):
         for factor in (1.0, 2.0, 3.0, 4.0):
-            model, plain = sharded(ctx, ours(), mesh), decoder()
+            model, plain = sharded(ctx, ours(), mesh), decoder().to(ctx.device)
             set_options(model, divide_factor=factor)
-            torch.autograd.backward(loss_of(model, tokens_of(0, ctx.rank)))
+            torch.autograd.backward(loss_on(ctx, model, 0))
             for rank in range(ctx.world):
-                torch.autograd.backward(loss_of(plain, tokens_of(0, rank)) / factor)
+                loss = loss_of(plain, tokens_of(0, rank).to(ctx.device))
+                torch.autograd.backward(loss / factor)
             assert_same_full(model, plain, rtol=1e-4, atol=1e-6)
 
 
@@ -140,7 +145,7 @@ def check_hooks(ctx: RankContext) -> None:
     doubled, plain = sharded(ctx, ours(), grid), sharded(ctx, ours(), grid)
     set_options(doubled, all_reduce_hook=double)
     for model in (doubled, plain):
-        torch.autograd.backward(loss_of(model, tokens_of(0, ctx.rank)))
+        torch.autograd.backward(loss_on(ctx, model, 0))
     for mine, other in zip(doubled.parameters(), plain.parameters(), strict=True):
         assert (mine.grad is None) == (other.grad is None)
         if mine.grad is not None and other.grad is not None:
@@ -276,7 +281,7 @@ def check_reused_with_partial(ctx: RankContext) -> None:
     for micro in range(3):
         for model in (custom, plain):
             set_options(model, all_reduce_grads=micro == 2)
-            torch.autograd.backward(loss_of(model, tokens_of(micro, ctx.rank)))
+            torch.autograd.backward(loss_on(ctx, model, micro))
     assert_same_full(custom, plain, rtol=0.0, atol=0.0)
 
 
@@ -366,8 +371,8 @@ def test_sums_too_large_for_fp16_are_divided_in_time(gangs: Gangs) -> None:
 
 
 def check_overflow(ctx: RankContext) -> None:
-    layer = nn.Linear(3, 4, bias=False)
+    layer = nn.Linear(3, 4, bias=False).to(ctx.device)
     ours().shard(layer, mesh=ctx.mesh, mp_policy=ours().precision(None, torch.float16))
-    torch.autograd.backward(layer(torch.full((1, 3), 30000.0)).sum())
+    torch.autograd.backward(layer(torch.full((1, 3), 30000.0, device=ctx.device)).sum())
     grad: Any = layer.weight.grad
-    assert torch.equal(grad.full_tensor(), torch.full((4, 3), 30000.0))
+    assert torch.equal(grad.full_tensor(), torch.full((4, 3), 30000.0, device=ctx.device))

@@ -101,7 +101,7 @@ def check_one_process(ctx: RankContext) -> None:
     mesh = all_ranks(ctx.device.type, ctx.world)
     model = replicated(ctx, ours(), mesh)
     torch.manual_seed(6)
-    plain = Net()
+    plain = Net().to(ctx.device)
     optimizers = [torch.optim.AdamW(m.parameters(), lr=1e-2) for m in (model, plain)]
     for step in range(3):
         for optimizer in optimizers:

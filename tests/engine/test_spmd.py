@@ -144,7 +144,7 @@ def test_state_dicts_hold_the_whole_model(gangs: Gangs) -> None:
 
 def check_state_dicts(ctx: RankContext) -> None:
     torch.manual_seed(8)
-    whole = Net().state_dict()
+    whole = Net().to(ctx.device).state_dict()
     for case in CASES:
         mesh = mesh_of(ctx, case)
         model = sharded(ctx, ours(), case, mesh)
@@ -191,7 +191,9 @@ def check_refusals(ctx: RankContext) -> None:
     other = init_device_mesh(ctx.device.type, (2, 2), mesh_dim_names=("data", "tp_too"))
     model = distributed(ctx, mesh)
     cut = distributed(ctx, mesh)
-    cut.norm.weight = nn.Parameter(distribute_tensor(torch.ones(4), mesh, [Shard(0), Replicate()]))
+    cut.norm.weight = nn.Parameter(
+        distribute_tensor(torch.ones(4, device=ctx.device), mesh, [Shard(0), Replicate()])
+    )
     cases: list[tuple[type[Exception], str, nn.Module, dict[str, object]]] = [
         (ValueError, "must be DTensors on the full", Net(), {"dp_mesh_dims": dims}),
         (ValueError, "same mesh", model, {"mesh": other, "dp_mesh_dims": dims}),

@@ -33,12 +33,12 @@ def test_state_dict_is_sharded_without_communication(gangs: Gangs) -> None:
 def check_state_dict(ctx: RankContext) -> None:
     model = shard_decoder(ctx, reshard=False)
     with torch.no_grad():
-        model(tokens_of(0, ctx.rank))
+        model(tokens_of(0, ctx.rank).to(ctx.device))
     assert state(model).groups[0].sharded_state is ShardedState.UNSHARDED
     taken = model.state_dict()
     assert all(g.sharded_state is ShardedState.SHARDED for s in states(model) for g in s.groups)
     assert all(isinstance(value, DTensor) for value in taken.values())
-    for name, value in decoder().state_dict().items():
+    for name, value in decoder().to(ctx.device).state_dict().items():
         rows = torch.chunk(value, ctx.world)
         mine = rows[ctx.rank] if ctx.rank < len(rows) else value[:0]
         assert torch.equal(local(taken[name]), mine), name
@@ -107,7 +107,7 @@ def check_meta_error(ctx: RankContext) -> None:
     model = shard_decoder(ctx, meta_decoder())
     assert all(param.is_meta for param in model.parameters())
     with pytest.raises(RuntimeError, match="should be materialized from meta device") as caught:
-        loss_of(model, tokens_of(0, ctx.rank))
+        loss_of(model, tokens_of(0, ctx.rank).to(ctx.device))
     assert "'norm.weight'" in str(caught.value)
     with pytest.raises(RuntimeError, match="still on meta device"):
         unit(model.blocks[0]).unshard()
@@ -124,7 +124,7 @@ def test_a_model_made_on_meta_trains_as_one_made_whole(gangs: Gangs, way: str) -
 
 
 def check_meta(ctx: RankContext, way: str) -> None:
-    whole = decoder()
+    whole = decoder().to(ctx.device)
     model = shard_decoder(ctx, meta_decoder())
     if way == "assign":
         sharded = {
@@ -201,7 +201,7 @@ def test_precision_policy_casts_compute_and_keeps_the_rest(gangs: Gangs) -> None
 
 def check_precision(ctx: RankContext) -> None:
     policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
-    model = decoder()
+    model = decoder().to(ctx.device)
     for block in model.blocks:
         fully_shard(block, mesh=ctx.mesh, mp_policy=policy)
     fully_shard(model, mesh=ctx.mesh, mp_policy=replace(policy, output_dtype=torch.float16))
@@ -211,7 +211,7 @@ def check_precision(ctx: RankContext) -> None:
         seen.extend([args[0].dtype, module.get_parameter("up.weight").dtype])
 
     model.blocks[1].register_forward_pre_hook(look)
-    logits = model(tokens_of(0, ctx.rank))
+    logits = model(tokens_of(0, ctx.rank).to(ctx.device))
     assert logits.dtype == torch.float16
     assert seen == [torch.bfloat16, torch.bfloat16]
     torch.autograd.backward(logits.float().sum())

@@ -262,9 +262,10 @@ def test_one_rank_hands_over_all_inputs(gangs: Gangs) -> None:
 def check_one_rank(ctx: RankContext) -> None:
     model, plain = sharded(ctx, ours(), net(Scaled)), net(Scaled)
     for layer in (plain[0], plain[2]):
-        values = layer.weight.data_
+        values = layer.weight.data_.to(ctx.device)
         scale = values.abs().amax(dim=1, keepdim=True).clamp(min=1e-6) / 127
         layer.weight = nn.Parameter((values / scale).round() * scale)
+    plain = plain.to(ctx.device)
     for each in (model, plain):
         torch.autograd.backward(loss_on(ctx, each, 0))
     assert torch.equal(loss_on(ctx, model, 0), loss_on(ctx, plain, 0))

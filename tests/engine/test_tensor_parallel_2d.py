@@ -111,8 +111,11 @@ def sharded(
     ctx: RankContext, engine: Engine, case: Case, *, seed: int = 9, on_meta: bool = False
 ) -> Net:
     mesh = mesh_of(ctx.device.type, case.mesh)
-    with torch.device("meta" if on_meta else ctx.device):
+    # Not drawn on the device: its numbers would be others than those of one process.
+    with torch.device("meta" if on_meta else "cpu"):
         model = plain(case, seed=seed)
+    if not on_meta:
+        model = model.to(ctx.device)
     # Local outputs would lose the global size of what is split unevenly.
     split = {"up": ColwiseParallel(use_local_output=False), "down": RowwiseParallel()}
     for index, block in enumerate(model.blocks):
@@ -164,7 +167,7 @@ def test_two_axes_train_as_one_process_does(gangs: Gangs) -> None:
 
 def compare_with_one_process(ctx: RankContext) -> None:
     for case in (Case(hidden=7), Case(mesh=(2, 1, 2)), Case(hidden=7, tied=True)):
-        model, whole = sharded(ctx, ours(), case), plain(case)
+        model, whole = sharded(ctx, ours(), case), plain(case).to(ctx.device)
         optimizers = [torch.optim.AdamW(m.parameters(), lr=1e-2) for m in (model, whole)]
         for step in range(2):
             torch.autograd.backward(model(batch(ctx, case, step)))
@@ -184,7 +187,7 @@ def check_state_dicts(ctx: RankContext) -> None:
     for case in (Case(), Case(hidden=7), Case(mesh=(1, 2, 2)), Case(tied=True)):
         source = sharded(ctx, ours(), case)
         saved = {name: tensor.clone() for name, tensor in source.state_dict().items()}
-        for name, whole in plain(case).state_dict().items():
+        for name, whole in plain(case).to(ctx.device).state_dict().items():
             assert torch.equal(full(saved[name]), whole), name
         expected = source(batch(ctx, case, 0))
         for on_meta in (False, True):
@@ -217,7 +220,7 @@ def check_meta(ctx: RankContext) -> None:
         for module in model.modules():
             if isinstance(module, nn.Linear | nn.LayerNorm):
                 for param in module.parameters():
-                    whole = torch.randn(param.shape)
+                    whole = torch.randn(param.shape).to(ctx.device)
                     assert isinstance(param, DTensor)
                     param.data.copy_(
                         DTensor.from_local(  # every rank draws the same

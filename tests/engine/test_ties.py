@@ -79,7 +79,7 @@ def test_a_tie_survives_meta_init_and_loading(gangs: Gangs) -> None:
 
 
 def check_meta(ctx: RankContext) -> None:
-    full = decoder().state_dict()
+    full = decoder().to(ctx.device).state_dict()
     with torch.device("meta"):
         model = Decoder()
     fully_shard(model.embed, mesh=ctx.mesh)
@@ -134,7 +134,9 @@ def check_late_tie(
 ) -> None:
     """Both places keep a slice to send; the optimizer updates only one parameter."""
     alone, model = (
-        nn.Sequential(nn.Embedding(vocabulary, 4), nn.Linear(4, vocabulary, bias=False))
+        nn.Sequential(nn.Embedding(vocabulary, 4), nn.Linear(4, vocabulary, bias=False)).to(
+            ctx.device
+        )
         for _ in range(2)
     )
     model.load_state_dict(alone.state_dict())
@@ -144,7 +146,7 @@ def check_late_tie(
     for each in (alone, model):
         each[1].weight = each[0].weight
     optimizers = [torch.optim.SGD(each.parameters(), lr=0.5) for each in (alone, model)]
-    tokens = torch.arange(vocabulary)
+    tokens = torch.arange(vocabulary, device=ctx.device)
     dist.barrier()
     for _ in range(4):
         losses = [nn.functional.cross_entropy(each(tokens), tokens) for each in (alone, model)]

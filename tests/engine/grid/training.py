@@ -53,7 +53,10 @@ def train(ctx: RankContext, cell: Cell, engine: Engine, steps: int) -> Trace:
     for name, param in model.named_parameters():
         assert isinstance(param, DTensor), name
         trace.params[name] = param.to_local().detach().clone()
-        trace.whole[name] = param.full_tensor().detach().to(ctx.device)
+        # The device's process group knows no memory of the host.
+        moved = param.detach().to(ctx.device)
+        assert isinstance(moved, DTensor), name
+        trace.whole[name] = moved.full_tensor()
     return trace
 
 

@@ -92,11 +92,12 @@ class Run:
         """Notes all gradients."""
         found: Grads = {}
         for name, param in self.params.items():
-            grad = None if param.grad is None else full(param.grad).clone()
+            # One that was offloaded, too: the device's process group knows no memory of the host.
+            grad = None if param.grad is None else full(param.grad.to(self.ctx.device)).clone()
             if self.shard is None and grad is not None:
                 dist.all_reduce(grad, dist.ReduceOp.AVG)
             if owned_over(param) is not None:
-                grad = _of_its_owner(grad)
+                grad = _of_its_owner(self.ctx, grad)
             found[name] = grad
         self.grads.append(found)
 
@@ -115,11 +116,12 @@ class Run:
         optimizer.zero_grad()
 
 
-def _of_its_owner(grad: torch.Tensor | None) -> torch.Tensor | None:
+def _of_its_owner(ctx: RankContext, grad: torch.Tensor | None) -> torch.Tensor | None:
     """The gradient that one rank has, on all of them."""
     found: list[torch.Tensor | None] = [None] * dist.get_world_size()
-    dist.all_gather_object(found, grad)
-    return next((each for each in found if each is not None and each.numel()), None)
+    dist.all_gather_object(found, None if grad is None else grad.cpu())
+    held = (each.to(ctx.device) for each in found if each is not None and each.numel())
+    return next(held, None)
 
 
 def chunks_of(hidden: torch.Tensor, *, grad: bool = True) -> Iterator[torch.Tensor]:
