@@ -18,6 +18,7 @@ from tests.engine.grid.cell import MESH_RANKS, RESHARD_SIZE, Cell
 from tests.engine.grid.engines import OURS
 from tests.engine.grid.model import tokens_of
 from tests.engine.grid.training import backwards_of_step, sgd, sharded_net
+from tests.engine.versus import groups_of, local
 from tests.waiting import until
 
 pytestmark = pytest.mark.ranks
@@ -110,22 +111,21 @@ def check_nothing_whole(ctx: RankContext, cell: Cell) -> None:
     sharded = storage.bytes()
     for step in range(2):
         backwards_of_step(ctx, cell, model, step)
-        # Of the gradients, the slices. Those of a unit share one buffer with a flag for each.
-        flags = sum(4 for param in model.parameters() if param.requires_grad)
-        storage.comes_to(sharded + bytes_of_slices(model) + flags)
+        storage.comes_to(sharded + bytes_of_gradients(ctx, model))
         model.zero_grad()
         storage.comes_to(sharded)
 
 
-def bytes_of_slices(model: Any) -> int:  # noqa: ANN401 - of the engine's class
-    """Of trainable parameters, in full precision and padded."""
-    storages = {
-        storage._cdata: storage.nbytes()
-        for param in model.parameters()
-        if param.requires_grad
-        for storage in [param.to_local().untyped_storage()]
-    }
-    return sum(storages.values())
+def bytes_of_gradients(ctx: RankContext, model: Any) -> int:  # noqa: ANN401 - of the engine's class
+    """Of slices, in full precision and padded. Those of a unit share one buffer with a flag for each."""
+    alignment = 4 if ctx.device.type == "cpu" else 128
+    total = 0
+    for group in groups_of(model):
+        trained = [param.sharded_param for param in group.params]
+        trained = [param for param in trained if param.requires_grad]
+        size = sum(local(param).untyped_storage().nbytes() + 4 for param in trained)
+        total += -(-size // alignment) * alignment
+    return total
 
 
 def test_nothing_whole_is_left_after_evaluation(gangs: Gangs) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterator
 from typing import Literal
 
@@ -252,13 +253,20 @@ def check_no_wait(ctx: RankContext) -> None:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     for step in range(3):
         # The first step makes what later ones use again.
-        torch.cuda.set_sync_debug_mode("error" if step else "default")
+        set_sync_debug_mode("error" if step else "default")
         try:
             torch.autograd.backward(model(batch).square().mean())
             optimizer.step()
             optimizer.zero_grad()
         finally:
-            torch.cuda.set_sync_debug_mode("default")
+            set_sync_debug_mode("default")
+
+
+def set_sync_debug_mode(mode: Literal["default", "error"]) -> None:
+    with warnings.catch_warnings():
+        # PyTorch's own, at each call.
+        warnings.filterwarnings("ignore", "Synchronization debug mode is a prototype", UserWarning)
+        torch.cuda.set_sync_debug_mode(mode)
 
 
 def test_offloaded_gradients_have_arrived_when_backward_returns(gangs: Gangs) -> None:

@@ -31,7 +31,8 @@ def test_one_rank_trains_alike_by_its_process_group(
 
 
 def check_group_of_one(ctx: RankContext) -> None:
-    alone = losses_of_sharded(ctx, 3)
+    with mock.patch.object(collectives, "by_group_on_one_rank", new=False):
+        alone = losses_of_sharded(ctx, 3)
     with (
         mock.patch.object(collectives, "by_group_on_one_rank", new=True),
         mock.patch.object(dist, "all_gather_single", wraps=dist.all_gather_single) as gather,
