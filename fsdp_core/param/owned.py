@@ -125,7 +125,8 @@ class OwnedParam(FSDPParam):
         if self.is_mine:
             super().add_own_grad(own.view(self.slicing.shape), comm, stream)
         else:
-            self._accumulate(own, comm, stream)
+            # PyTorch makes what a rank outside a mesh holds on the host, on whatever device the others' lies.
+            self._accumulate(own.to(self.sharded_param.device), comm, stream)
 
     @property
     def _held_shapes(self) -> tuple[tuple[int, ...], ...]:

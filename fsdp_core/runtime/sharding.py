@@ -294,6 +294,8 @@ def _move_to(
         if tensor.device in (device, torch.device("meta")):
             continue
         if isinstance(tensor, DTensor):
+            if tensor.device_mesh.get_coordinate() is None:
+                continue  # empty, and PyTorch makes it on the host whatever the mesh's device is
             raise ArgumentError(
                 "Requires DTensor to have mesh of the same type as the FSDP mesh but got "
                 f"{tensor.device_mesh.device_type} for DTensor and {device.type} for FSDP. "
