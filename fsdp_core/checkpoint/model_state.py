@@ -5,10 +5,11 @@ from __future__ import annotations
 import contextlib
 import copy
 import inspect
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any, Protocol, cast, runtime_checkable
 
 import torch
+from torch.nn.parameter import is_lazy
 
 from fsdp_core import torch_private
 from fsdp_core.checkpoint.fill import SavedShard, fill_from_shards
@@ -93,7 +94,7 @@ def give_state(
         CheckpointError: The model does not take back what its hooks gave as copies.
     """
     with _parameters_kept(model):
-        told = _give(model, _copied(state) if _has_loading_of_its_own(model) else state)
+        told = _give(model, _kept_apart(model, state))
     if isinstance(told, _Keys) and told.unexpected_keys:
         _refuse_unfilled(model, told.missing_keys, filled)
 
@@ -112,25 +113,37 @@ def _give(model: nn.Module, state: Mapping[str, Any]) -> object:
     return cast("object", model.load_state_dict(state, **options))
 
 
-def _has_loading_of_its_own(model: nn.Module) -> bool:
-    """Whether user code may write to the model before it has read what it is given.
+def _kept_apart(model: nn.Module, state: Mapping[str, object]) -> Mapping[str, object]:
+    """With copies of what user code may write to before the model has read what it is given.
 
-    One that is reset before would overwrite values that are its own tensors.
+    One that is reset before would overwrite values that are its own tensors. Of the rest of a large model
+    there is no second one.
     """
-    return any(
-        not (getattr(load, "__module__", None) or "").startswith("torch.")
-        for module in model.modules()
-        for load in (module.load_state_dict, torch_private.entry_loading(module))
-    )
+    resettable = [each for each in model.modules() if _has_loading_of_its_own(each)]
+    if not resettable:
+        return state
+    written = {memory for module in resettable for memory in _memories(module)}
+    return _copied(state, _memories(model) - written)
 
 
-def _copied(state: Mapping[str, object]) -> Mapping[str, object]:
+def _has_loading_of_its_own(module: nn.Module) -> bool:
+    loads = (module.load_state_dict, *torch_private.entry_loading(module))
+    names = [getattr(load, "__module__", None) or "" for load in loads]
+    return not all(name.startswith(("torch.", "fsdp_core.")) for name in names)
+
+
+def _memories(module: nn.Module) -> set[int | None]:
+    tensors = (*module.parameters(), *module.buffers())
+    return {_memory(each) for each in tensors if not is_lazy(each)}
+
+
+def _copied(state: Mapping[str, object], safe: Collection[int | None]) -> Mapping[str, object]:
     copied = cast("dict[str, object]", copy.copy(state))  # with the versions, if it says any
     for name, each in state.items():
         if isinstance(each, torch.Tensor):
-            copied[name] = each.detach().clone()
+            copied[name] = each if _memory(each) in safe else each.detach().clone()
         elif isinstance(each, Mapping):
-            copied[name] = _copied(each)
+            copied[name] = _copied(each, safe)
     return copied
 
 

@@ -37,9 +37,9 @@ def register_load_pre_hook(module: nn.Module, hook: Callable[..., None]) -> None
     module._register_load_state_dict_pre_hook(hook)  # type: ignore[no-untyped-call]  # PyTorch's
 
 
-def entry_loading(module: nn.Module) -> Callable[..., None]:
-    """What loads the module's own entries of a state dict, which its class may override."""
-    return module._load_from_state_dict
+def entry_loading(module: nn.Module) -> tuple[Callable[..., object], ...]:
+    """What loads the module's own entries of a state dict: its class may override it, and hooks run before it."""
+    return module._load_from_state_dict, *module._load_state_dict_pre_hooks.values()
 
 
 def set_parameter(module: nn.Module, name: str, parameter: nn.Parameter) -> None:

@@ -171,6 +171,15 @@ class Fresh(Told):
         return super().load_state_dict(*args, **options)
 
 
+class Hooked(Told):
+    """Has a hook that resets it before it takes its state, and a layer that is not made yet."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.later = nn.LazyLinear(2)
+        self.register_load_state_dict_pre_hook(lambda *_: self.reset_parameters())  # type: ignore[no-untyped-call]  # PyTorch's
+
+
 class Growing(nn.Module):
     """Has rows that come in training, in a buffer and in its extra state."""
 
@@ -278,6 +287,22 @@ def test_a_lazy_module_gets_its_shapes_with_its_values() -> None:
     through_a_file({"m": first, "o": adam}, {"m": nn.LazyLinear(2), "o": again})
     (kept, _) = again.state_dict()["state"].values()
     assert kept["exp_avg"].shape == (2, 3)
+
+
+def test_a_module_that_a_hook_resets_takes_what_was_saved() -> None:
+    first, second = Hooked(), Hooked()
+    first.later(torch.ones(1, 3))
+    through_a_file({"m": first}, {"m": second})
+    assert torch.equal(second.weight, first.weight)
+    assert torch.equal(second.later.weight, first.later.weight)
+
+
+def test_a_dict_with_its_keys_as_attributes_comes_back() -> None:
+    class Configuration(dict[str, Any]):
+        __getattr__ = dict.__getitem__
+
+    found = through_a_file({"c": Configuration(a=1)}, {"c": Configuration(a=0)})
+    assert found == {"c": {"a": 1}}
 
 
 def test_a_module_may_save_less_than_it_takes() -> None:

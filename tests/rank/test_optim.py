@@ -143,6 +143,9 @@ def test_rates_come_back_to_groups_that_were_made_with_the_same() -> None:
     clone = made(0.5, 0.75)
     put_rates_back(clone, saved)
     assert [group["lr"] for group in clone.param_groups] == [0.125, 0.75]
+    held = torch.tensor(0.5)
+    put_rates_back(torch.optim.SGD([{"params": parameters, "lr": held}]), [[0.5, 0.125]])
+    assert held == 0.125
 
 
 def test_what_an_optimizer_counts_in_its_groups_comes_back() -> None:

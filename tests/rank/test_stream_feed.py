@@ -192,18 +192,21 @@ def test_workers_walk_ahead() -> None:
 
 
 @pytest.fixture
-def by_a_server() -> Iterator[None]:
-    """Python from 3.14 on has a server make all processes that say nothing else."""
+def start_method(request: pytest.FixtureRequest) -> Iterator[str]:
     before = multiprocessing.get_start_method()
-    multiprocessing.set_start_method("forkserver", force=True)
-    yield
+    multiprocessing.set_start_method(request.param, force=True)
+    yield request.param
     multiprocessing.set_start_method(before, force=True)
 
 
-@pytest.mark.usefixtures("by_a_server")
-def test_workers_of_a_loader_are_those_of_its_rank() -> None:
-    feed = feed_of(DataLoader(Stream(10), batch_size=5, num_workers=1), Share(5, 0, 1), 3)
+# Python from 3.14 on has a server make all processes that say nothing else.
+@pytest.mark.parametrize("start_method", ["forkserver", "spawn"], indirect=True)
+def test_workers_of_a_loader_are_those_of_its_rank(start_method: str) -> None:
+    loader = DataLoader(Stream(10), batch_size=5, num_workers=1)
+    feed = feed_of(loader, Share(5, 0, 1), 3)
     assert [int(each[0]) for each in feed.share(1)] == [*range(5)]
+    # Who says "spawn" may not fork: the data set computes on a GPU, or what it reads with has threads.
+    assert (loader.multiprocessing_context is None) == (start_method == "spawn")
     feed.close()
 
 

@@ -4,6 +4,7 @@ import base64
 import copy
 import io
 import itertools
+import multiprocessing
 import os
 import pickle
 import random
@@ -78,7 +79,9 @@ class Walk:
         )
         if loader is not None and loader.num_workers:
             loader.worker_init_fn = partial(begin_worker, os.getpid(), loader.worker_init_fn)
-            if loader.multiprocessing_context is None:  # from Python 3.14 on the default is no fork
+            chosen = multiprocessing.get_start_method(allow_none=True)
+            # From Python 3.14 on the default is a server, whose processes are not the rank's.
+            if loader.multiprocessing_context is None and chosen != "spawn":
                 loader.multiprocessing_context = "fork"
             # Workers of an earlier epoch go on with random states, and copies of the data set, that a resumed run lacks.
             vars(loader)["persistent_workers"] = False

@@ -102,7 +102,11 @@ def put_rates_back(optimizer: torch.optim.Optimizer, saved: Sequence[Sequence[fl
     """Sets the rates that ``rates`` told. What was made with another rate, as in a clone, keeps it."""
     if len(saved) == len(optimizer.param_groups):
         for group, (first, rate) in zip(optimizer.param_groups, saved, strict=True):
-            if group["lr"] == first:
+            if group["lr"] != first:
+                continue
+            if isinstance(group["lr"], torch.Tensor):  # whoever holds it sets it
+                group["lr"].fill_(rate)
+            else:
                 group["lr"] = rate
 
 

@@ -348,7 +348,9 @@ def _has_shape(given: object, node: Node) -> bool:
 
 def _versioned(found: dict[Any, Any], like: Mapping[Any, Any]) -> dict[Any, Any]:
     """With what a module's state dict says, beside its entries, of which version its modules are."""
-    if (versions := getattr(like, "_metadata", None)) is None:
+    # Looked for where PyTorch has it: a dict of the user's own may have its keys as attributes, too.
+    versions = vars(like).get("_metadata") if isinstance(like, OrderedDict) else None
+    if versions is None:
         return found
     answer = OrderedDict(found)
     answer._metadata = versions  # type: ignore[attr-defined]  # noqa: SLF001 PyTorch has no other name for it
