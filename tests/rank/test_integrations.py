@@ -58,3 +58,4 @@ def test_a_trainer_of_another_library_reports_and_goes_on_with_the_same_bits(
     source = first.committed(SAVED)
     again = start(fence=2, resume_from=source.checkpoint_id).succeeded()
     assert again.losses() == first.losses_after(SAVED)
+    assert "not restored" not in (ranks.root / "rank-0.log").read_text()

@@ -107,6 +107,7 @@ class Session:
         self._asked = _Asked()
         self._reported = 0
         self._restored = 0
+        self._left_out: list[str] | None = None
         self._saved = 0
         self._of = seat.spec.steps or 0
         self._loss: float | None = None
@@ -152,6 +153,7 @@ class Session:
                 f"session.report: step {step} comes after step {self._reported}; count the steps "
                 "of the job, and continue from the restored one"
             )
+        self._tell_what_was_left_out()
         self._of = figures.of or self._of
         if step > self._reported:
             self._notice_a_fresh_start()
@@ -177,6 +179,7 @@ class Session:
         if not self._writer.is_due(at):
             return False
         self._notice_a_fresh_start()
+        self._tell_what_was_left_out()
         self._watch.enter(RankPhase.CHECKPOINT)
         is_last = self._asked.stop or at == self._of
         self._writer.save(self._captured(state, at), is_last=is_last)
@@ -264,6 +267,13 @@ class Session:
             say(f"notice: {notice}\n", "stdout")
         self._pipe.send(self.ready)
 
+    def _tell_what_was_left_out(self) -> None:
+        """When training goes on: it may have been restored in several calls, a part in each."""
+        if self._left_out and self._seat.rank == 0:
+            names = ", ".join(self._left_out)
+            say(f"not restored, since the given state lacks it: {names}\n", "stdout")
+        self._left_out = None
+
     def _is_due(self, step: int, every: int) -> bool:
         every = self._seat.spec.checkpoint.every_steps or every
         is_wanted, self._asked.checkpoint = self._asked.checkpoint, False
@@ -333,8 +343,8 @@ class Session:
         first.verify()
         shards = [s for reader, about in abouts for s in saved_shards(reader, about["boxes"])]
         restored = nested.restored(state, tree, shards)
-        if (left_out := nested.unasked(state, tree)) and self._seat.rank == 0:
-            say(f"not restored, since the given state lacks it: {', '.join(left_out)}\n", "stdout")
+        before, left_out = self._left_out, nested.unasked(state, tree)
+        self._left_out = left_out if before is None else [n for n in before if n in left_out]
         own = (self._seat.rank, self._seat.plan.world_size)
         for reader, about in abouts:
             if (about["rank"], about["world_size"]) == own:
