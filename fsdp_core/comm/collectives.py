@@ -126,8 +126,8 @@ class GroupCollectives:
         return self._group
 
     def scales_sums(self, device: torch.device) -> bool:
-        """Only NCCL does; a strategy of the user's need not know of it."""
-        if self._reduce is not _REDUCE_SCATTER or device.type != "cuda":
+        """Only NCCL does, among several ranks; a strategy of the user's need not know of it."""
+        if self._reduce is not _REDUCE_SCATTER or device.type != "cuda" or self.size == 1:
             return False
         return "nccl" in str(dist.get_backend_config(self._reduce_group))
 
