@@ -269,6 +269,7 @@ class FSDPState(ShardedUnit):
         """An earlier backward, of another part or of this one, may have freed the parameters."""
         self.context.recover_if_failed()
         self._note_grad()
+        self._params.hold()  # units within it that share some end before it does
         self.prefetch_in_backward()
         self.finish_unshard()
         return grad

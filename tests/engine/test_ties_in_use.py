@@ -15,6 +15,7 @@ from fsdp_core import FSDPModule, fully_shard
 from tests.engine.gang import Gangs, RankContext
 from tests.engine.models import Block, Decoder, Recompute, decoder, loss_of, tokens_of
 from tests.engine.sharded import held_unsharded_bytes, state, unit
+from tests.engine.versus import assert_same_full
 
 pytestmark = pytest.mark.ranks
 
@@ -226,3 +227,50 @@ def check_caught_by_borrower(ctx: RankContext) -> None:
     grad = model.first.weight.grad
     assert grad is not None
     assert torch.allclose(grad.full_tensor(), alone.first.weight.grad)  # type: ignore[attr-defined, arg-type]  # a DTensor; has one
+
+
+class TiedWithin(nn.Module):
+    """Uses its first layer's weight before and after a unit within it that shares the weight."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(4, 4)
+        self.within = nn.Linear(4, 4)
+        self.within.weight = self.first.weight
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        result: torch.Tensor = self.first(self.within(self.first(x).tanh()).tanh()).tanh()
+        return result
+
+
+class TwoHeads(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first = nn.Linear(4, 4)
+        self.tied = TiedWithin()
+        self.other = nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        x = self.first(x)
+        return self.tied(x), self.other(x)
+
+
+def test_a_part_of_a_group_keeps_what_a_unit_within_it_shares(gangs: Gangs) -> None:
+    gangs(2).run(check_shared_within)
+
+
+def check_shared_within(ctx: RankContext) -> None:
+    """The unit within ends its backward before the part does, which goes backward alone."""
+    alone, model = TwoHeads().to(ctx.device), TwoHeads().to(ctx.device)
+    fully_shard(model.tied.within, mesh=ctx.mesh)
+    fully_shard([model.tied, model.other], mesh=ctx.mesh)
+    fully_shard(model, mesh=ctx.mesh)
+    for step in range(2):
+        x = ctx.batch(step, 2, 4)
+        torch.autograd.backward(model(x)[0].square().sum())
+        for rank in range(ctx.world):
+            other = RankContext(rank, ctx.world, ctx.device, ctx.mesh)
+            torch.autograd.backward(alone(other.batch(step, 2, 4))[0].square().sum() / ctx.world)
+        assert_same_full(model, alone, rtol=1e-5, atol=1e-5)
+    assert held_unsharded_bytes(model) == 0
