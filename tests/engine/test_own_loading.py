@@ -37,9 +37,17 @@ class Assigning(nn.Linear):
         return self
 
 
+class Cleared(nn.Linear):
+    """Is reset by a hook before it is loaded."""
+
+    def __init__(self, inputs: int, outputs: int) -> None:
+        super().__init__(inputs, outputs)
+        self.register_load_state_dict_pre_hook(lambda *_: nn.init.zeros_(self.weight))  # type: ignore[no-untyped-call]  # PyTorch's
+
+
 @pytest.mark.ranks
-@pytest.mark.parametrize("kind", [Replacing, Assigning])
-def test_an_optimizer_trains_on_parameters_that_a_module_replaced(
+@pytest.mark.parametrize("kind", [Replacing, Assigning, Cleared])
+def test_an_optimizer_trains_on_parameters_that_a_module_replaced_or_reset(
     gangs: Gangs, kind: type[nn.Linear]
 ) -> None:
     source = nn.Linear(2, 3)

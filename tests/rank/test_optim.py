@@ -26,6 +26,7 @@ from services.worker.rank.optim.own_values import (
     put_back,
     put_rates_back,
     rates,
+    refuse_hidden_state,
 )
 from services.worker.rank.optim.schedules import (
     Schedule,
@@ -164,8 +165,9 @@ def test_what_an_optimizer_counts_in_its_groups_comes_back() -> None:
     optimizer.param_groups[0].update(lr=0.5, betas=(0.9, 0.5), weight=float("nan"))
     optimizer.param_groups[1]["nesterov"] = None
     optimizer.param_groups[1]["seen"][1].append(2)
+    optimizer.param_groups[1]["size"] = torch.tensor(0.1, dtype=torch.bfloat16)
     state: dict[Any, Any] = optimizer.state
-    state["made"] = 3
+    state["made"], state["sum"] = 3, torch.tensor([0.1, float("inf")])
     saved = json.loads(json.dumps(changed(optimizer, first)))
     other = two_groups()
     put_back(other, saved)
@@ -173,9 +175,42 @@ def test_what_an_optimizer_counts_in_its_groups_comes_back() -> None:
     assert other.param_groups[0]["lr"] == 0.1
     with pytest.raises(CheckpointError, match="has 1 groups of parameters, and was saved with 2"):
         put_back(torch.optim.SGD(model.parameters()), saved)
-    state["sum"] = torch.zeros(2)
+    state["sum"] = torch.zeros(2000)
     with pytest.raises(CheckpointError, match="a Tensor under 'sum', which is no parameter"):
         changed(optimizer, first)
+
+
+class Around(torch.optim.Optimizer):
+    """Steps by another one."""
+
+    def __init__(self, inner: torch.optim.Optimizer) -> None:
+        super().__init__(inner.param_groups, {})
+        self.inner, self.param_groups = inner, inner.param_groups
+
+    def step(self, _: Callable[[], float] | None = None) -> None:  # type: ignore[override]  # the base class overloads it
+        """One update."""
+        self.inner.step()
+
+
+def test_an_optimizer_within_another_has_its_state_in_common_with_it_or_none() -> None:
+    model = nn.Linear(2, 2)
+    model(torch.ones(1, 2)).sum().backward()
+    plain, adam = (make(model.parameters(), lr=0.1) for make in (torch.optim.SGD, torch.optim.Adam))
+    for inner in (plain, adam):
+        outer = Around(Around(inner))
+        refuse_hidden_state([outer])
+        outer.step()
+        if inner is plain:
+            refuse_hidden_state([outer])
+            continue
+        named = (
+            r"Around has another one within, 'inner.inner' \(Adam\), which has a state of its own"
+        )
+        with pytest.raises(CheckpointError, match=named):
+            refuse_hidden_state([outer])
+        refuse_hidden_state([outer, inner])
+        outer.state = inner.state
+        refuse_hidden_state([outer])
 
 
 # -- Schedules

@@ -49,6 +49,7 @@ from services.worker.rank.optim.own_values import (
     put_back,
     put_rates_back,
     rates,
+    refuse_hidden_state,
 )
 from services.worker.rank.optim.several import parameters_of
 from services.worker.rank.seeds import derive
@@ -173,6 +174,7 @@ def capture(
     ``whole_everywhere``: it has all that a rank of this place needs, also what a checkpoint has of
     another rank.
     """
+    refuse_hidden_state(parts.optimizers)
     model = model_state(parts.model)
     changed_by_update = {
         name: tensor
