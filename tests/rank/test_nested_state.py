@@ -261,6 +261,32 @@ def test_a_module_is_told_that_it_was_loaded_and_its_parameters_stay_those_of_th
     assert told.total == told.weight.sum()
 
 
+class Lookahead(torch.optim.Adam):
+    """Has slow weights, and a state dict of another form than torch's optimizers have."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__(model.parameters())
+        self.slow = [each.detach().clone() for each in model.parameters()]
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"inner": super().state_dict(), "slow": self.slow}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        super().load_state_dict(state["inner"])
+        self.slow = state["slow"]
+
+
+def test_an_optimizer_may_have_a_state_dict_of_its_own_form() -> None:
+    models = nn.Linear(2, 2), nn.Linear(2, 2)
+    first, second = map(Lookahead, models)
+    models[0](torch.ones(1, 2)).sum().backward()
+    first.step()
+    through_a_file({"o": first}, {"o": second})
+    assert all(map(torch.equal, first.slow, second.slow))
+    (one, _), (other, _) = (each.state.values() for each in (first, second))
+    assert torch.equal(one["exp_avg"], other["exp_avg"])
+
+
 def test_what_a_module_has_let_grow_comes_back_where_it_takes_it() -> None:
     first, second = Growing(), Growing()
     first.rows = torch.ones(3, 2)

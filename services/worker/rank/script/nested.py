@@ -315,13 +315,20 @@ def _is_optimizer(given: object) -> bool:
     return isinstance(getattr(given, "param_groups", None), list)
 
 
-def _optimizer_like(optimizer: Any, inner: Node) -> dict[str, Any]:  # noqa: ANN401 (torch.optim's, or a wrapper of it)
+def _optimizer_like(optimizer: Any, inner: Node, own: object = None) -> object:  # noqa: ANN401 (torch.optim's, or a wrapper of it)
     """Places for the saved state of each parameter, which a new optimizer does not have yet.
 
-    What is shaped as its parameter lies as that does.
+    What is shaped as its parameter lies as that does. One that wraps another may have the other's state anywhere in its
+    own, of which ``own`` is the part here.
     """
+    entries = dict(inner.get(_DICT, ()))
+    if _DICT not in entries.get("state", ()):
+        has = optimizer.state_dict() if own is None else own
+        if not entries or not isinstance(has, Mapping):
+            return has
+        return {k: _optimizer_like(optimizer, each, has.get(k, ())) for k, each in entries.items()}
     params = _parameters(optimizer)
-    saved = dict(dict(inner[_DICT])["state"][_DICT])
+    saved = dict(entries["state"][_DICT])
     places: dict[object, dict[object, torch.Tensor]] = {}
     for index, node in saved.items():
         if not isinstance(index, int) or index >= len(params):
@@ -329,7 +336,7 @@ def _optimizer_like(optimizer: Any, inner: Node) -> dict[str, Any]:  # noqa: ANN
         like = params[index]
         places[index] = {
             key: torch.empty_like(like, dtype=getattr(torch, entry["dtype"].removeprefix("torch.")))
-            for key, entry in node[_DICT]
+            for key, entry in node.get(_DICT, ())
             if _TENSOR in entry and _has_shape(like, entry)
         }
     return {"state": places}
