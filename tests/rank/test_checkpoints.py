@@ -404,6 +404,18 @@ def test_what_each_rank_has_of_its_own_goes_on_where_it_was(
 
 
 @pytest.mark.ranks
+def test_a_model_that_no_checkpoint_can_have_is_refused_before_its_first_step(
+    ranks: Ranks, spec: Spec
+) -> None:
+    model = {"factory": "tests.rank.user_models:Telling", "args": {}}
+    attempt = ranks.start(spec(model=model), units=())
+    assert attempt.ended() == [1, 1]
+    (failure,) = attempt.of_kind(0, RankFailed)
+    assert "'_extra_state' in the state dict is a dict, not a tensor" in failure.error
+    assert attempt.losses() == {}
+
+
+@pytest.mark.ranks
 def test_beside_a_rank_of_an_older_version_nothing_is_compared(ranks: Ranks, spec: Spec) -> None:
     job = spec(model={"factory": "tests.rank.user_models:Centred", "args": {}})
     older = f"{older_trainer.__name__}:train"

@@ -55,6 +55,16 @@ class Centred(nn.Module):
         return logits
 
 
+class Telling(Centred):
+    """Has extra state that is no tensor."""
+
+    def get_extra_state(self) -> dict[str, int]:
+        return {"passes": 1}
+
+    def set_extra_state(self, state: dict[str, int]) -> None:
+        pass
+
+
 class PartlyFrozen(Noisy):
     """Trains above a part that it has set to evaluate, and to stay so."""
 

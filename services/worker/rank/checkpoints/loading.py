@@ -4,6 +4,7 @@ from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
 
+from fsdp_core.checkpoint import model_state
 from fsdp_core.errors import CheckpointError
 from services.contract.messages.rank_pipe import RankFoundCorrupt, RankMessage, RankSeat
 from services.contract.storage.commit_chain import ChainError, CommitChain
@@ -24,10 +25,11 @@ def resume(parts: TrainedParts, seat: RankSeat, send: Callable[[RankMessage], No
     Raises:
         ChainError: The checkpoint was never committed, or it was deleted.
         CorruptShardError: A file of which this rank needs something is not what was committed.
-        CheckpointError: The files do not hold what this model and optimizer need.
+        CheckpointError: The files do not hold what this model and optimizer need, or no checkpoint can hold it.
         DataMismatchError: The job's data is not that on which the checkpoint was trained.
     """
     if seat.resume_from is None:
+        model_state(parts.model)  # what no checkpoint can have is refused before the first step
         return 0
     job = job_of_checkpoint(seat.resume_from)
     manifest = source_of(seat, seat.resume_from, send)
