@@ -107,6 +107,8 @@ class Session:
         self._may_know_less = False
         self._telemetry_away_since: float | None = None
         self._metrics_refused = False
+        self._beating = asyncio.Lock()
+        self._has_released = False
 
     async def take_lease(self, previous: str | None) -> None:
         """Take the node's lease, from the ``previous`` life of this same agent at once.
@@ -172,7 +174,7 @@ class Session:
         self.join()
 
     async def run(self) -> None:
-        """Beat until cancelled.
+        """Beat until cancelled, or until the lease is given up.
 
         Raises:
             LeaseTakenError: Another incarnation holds the lease.
@@ -183,7 +185,10 @@ class Session:
             end_if_told()
             began = clock.time()
             try:
-                await self._beat_once()
+                async with self._beating:
+                    if self._has_released:
+                        return  # a beat would take the lease again
+                    await self._beat_once()
             except REDIS_AWAY as error:
                 self._lost(str(error))
                 # No pause after a wait for an answer: the lease would expire before the third beat.
@@ -211,7 +216,9 @@ class Session:
         Raises:
             RedisError: It will run out by itself.
         """
-        await self._beat.release()
+        async with self._beating:
+            self._has_released = True
+            await self._beat.release()
 
     async def _unwritten(self, left: Records) -> Records:
         try:
