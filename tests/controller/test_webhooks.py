@@ -90,13 +90,14 @@ def receiver() -> Iterator[Receiver]:
 
 
 @pytest.fixture(scope="module")
-def controller(
-    redis_server: EmbeddedRedis, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[Controller]:
-    redis_server.flush()
+def controller(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Controller]:
+    """On a Redis of its own: it lives between tests, and would take the lead in the others' Redis."""
     home = tmp_path_factory.mktemp("controller")
     settings = {"MESHLOOM_WEBHOOK_HOSTS": "127.0.0.1", "MESHLOOM_FACTORY_PREFIXES": "*"}
-    with Controller(redis_server.url, home, TOKEN, **settings) as controller:
+    with (
+        EmbeddedRedis.start(home / "redis") as redis,
+        Controller(redis.url, home, TOKEN, **settings) as controller,
+    ):
         yield controller
 
 
