@@ -2,6 +2,7 @@
 
 import asyncio
 import ctypes
+import shutil
 import signal
 import subprocess
 import time
@@ -17,6 +18,10 @@ from services.local.settings import child_environment
 _PR_SET_PDEATHSIG: Final = 1
 _STOP_TIMEOUT_S: Final = 30
 _RESTART_PAUSE_S: Final = 0.5
+_SETTLED_S: Final = 10.0
+"""One that has lived so long and ends again ends for another reason."""
+_FULL_BYTES: Final = 1 << 20
+"""A disk with less room than this is called full: whatever ended for want of more has left some."""
 _TAIL_BYTES: Final = 2_000
 CONFIGURATION_ERROR: Final = 2
 _console = Console(stderr=True, markup=False, emoji=False, highlight=False, soft_wrap=True)
@@ -57,17 +62,23 @@ class Child:
         Raises:
             ChildFailedError: It exited with the code of a configuration error.
         """
+        told = ""
         while True:
             began = time.monotonic()
             try:
                 code = await self._run_once()
+                ended = f"ended with code {code} and is started again"
             except OSError as error:  # no room for its log, or none for another process
-                _console.print(f"{self._program.name} cannot be started: {error}")
-                code = 0
+                code, ended = 0, f"cannot be started: {error}"
             if code == CONFIGURATION_ERROR:
                 raise ChildFailedError(f"{self._program.name}: {self._last_words()}")
+            lived_s = time.monotonic() - began
+            # Once for each reason: what cannot run is tried twice a second.
+            if ended != told or lived_s > _SETTLED_S:
+                _console.print(f"{self._program.name} {ended}; {self._where_to_look()}")
+                told = ended
             # One that has lived for a while starts again at once; one that cannot start waits.
-            await asyncio.sleep(max(0.0, began + _RESTART_PAUSE_S - time.monotonic()))
+            await asyncio.sleep(max(0.0, _RESTART_PAUSE_S - lived_s))
 
     async def _run_once(self) -> int:
         with self._program.log.open("ab") as log:
@@ -86,6 +97,12 @@ class Child:
         finally:
             if process.returncode is None:
                 await _end(process)
+
+    def _where_to_look(self) -> str:
+        folder = self._program.log.parent
+        if shutil.disk_usage(folder).free < _FULL_BYTES:
+            return f"the disk of {folder} is full"
+        return f"its log is {self._program.log}"
 
     def _last_words(self) -> str:
         tail = self._program.log.read_bytes()[-_TAIL_BYTES:].decode(errors="replace")

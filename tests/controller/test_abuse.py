@@ -262,12 +262,17 @@ def test_a_cursor_of_any_kind_is_a_place_or_a_fault_of_the_client(
     ask()
 
 
-def test_methods_that_no_route_knows_are_one_series(controller: Controller) -> None:
+def test_methods_and_paths_that_no_route_knows_are_one_series(controller: Controller) -> None:
     for number in range(30):
         controller.client.request(f"M{number}", "/v1/jobs")
+        controller.client.get(f"/P{number}")
+        controller.client.get(f"/v1/P{number}", headers=SHOWN)
+        controller.client.get(f"/v1/jobs/P{number}", headers=SHOWN)
     figures = controller.client.get("/metrics").text
     assert 'method="other"' in figures
     assert 'method="M' not in figures
+    assert 'route="(none)"' in figures
+    assert "/P" not in figures
 
 
 @pytest.mark.parametrize("path", ["/v1/jobs", "/v1/nope", "/healthz", "/metrics", "/", "/assets/x"])

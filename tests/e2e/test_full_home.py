@@ -34,7 +34,10 @@ def test_ranks_train_on_while_the_disk_of_the_home_is_full_and_what_they_held_co
     small_disk: Path, tmp_path: Path
 ) -> None:
     storage = tmp_path / "checkpoints"
-    with running_stack(small_disk, MESHLOOM_CHECKPOINT_ROOT=str(storage)) as stack:
+    terminal = tmp_path / "terminal"
+    # Its own log would lie in the home.
+    shown = ("sh", "-c", f'exec "$@" 2>>{terminal}', "sh")
+    with running_stack(small_disk, *shown, MESHLOOM_CHECKPOINT_ROOT=str(storage)) as stack:
         job_id = stack.submit(
             model=LONG["model"],
             train={"steps": 10**6, "global_batch": 4, "seed": 7},
@@ -52,6 +55,8 @@ def test_ranks_train_on_while_the_disk_of_the_home_is_full_and_what_they_held_co
 
             ballast = fill(small_disk)
             until(lambda: not psutil.pid_exists(redis.pid))
+            why = f"is started again; the disk of {small_disk / 'logs'} is full"
+            until(lambda: f"redis ended with code 1 and {why}" in terminal.read_text())
             full = step()
             # What ranks print has nowhere to go meanwhile, and neither have the agent's warnings.
             until(lambda: step() > full + 3 * EVERY_STEPS)
