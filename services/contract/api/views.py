@@ -201,7 +201,7 @@ class RankView(_View):
     )
     is_straggler: bool = Field(
         default=False,
-        description="the job is RUNNING, and this rank costs it 5 % of the step or more: its score is "
+        description="the job is RUNNING, and this rank costs it 10 % of the step or more: its score is "
         "the highest, and that far above the median of the other ranks",
     )
     collectives_behind: int = Field(0, description="behind the foremost rank of its groups")

@@ -39,8 +39,10 @@ from services.controller.use_cases.progress import measure
 _NOT_SEEN_YET = "PENDING"
 _LAST_MS: Final = 253_402_300_799_000
 """Python knows no later second. What agents and storage say may name one, and fails no list by it."""
-STRAGGLER_COST: Final = 0.05
-"""A rank is named a straggler when it costs this share of the step, more than the others do."""
+STRAGGLER_COST: Final = 0.10
+"""A rank is named a straggler when it costs this share of the step, more than the others do.
+
+Less is what ranks of one busy host cost each other."""
 _RESOLVED_BYTES: Final = {"resident_growth": 64 << 20, "allocated": 2 << 20}
 """Estimates below this are not compared: kernels, gloo and the allocator take as much for any model."""
 _ENDED_BY_PEOPLE = frozenset(

@@ -1,6 +1,6 @@
 // Written by `npm run types` from tests/controller/openapi.json; not to be edited.
-// document 5c8bddd6b4a7dc79d54c530c9f420fcd09253381b07249441812fb43d8346cb0
-// types 3e424aa5c77829406b2d60b7b00e5dc9711e6e966f4921d9c908d2e034c09192
+// document aaf82dddcea2eb4bf3297aa0ef53cf03f1a74db7ddf6855ae85160d249f56513
+// types 0d8d91247ba9294c83fe18e124ff350ecacf04f8051f52bb043ffd937ecf415b
 
 export type paths = Record<string, never>;
 export type webhooks = Record<string, never>;
@@ -2185,7 +2185,7 @@ export interface components {
             device: string;
             /**
              * Is Straggler
-             * @description the job is RUNNING, and this rank costs it 5 % of the step or more: its score is the highest, and that far above the median of the other ranks
+             * @description the job is RUNNING, and this rank costs it 10 % of the step or more: its score is the highest, and that far above the median of the other ranks
              * @default false
              */
             is_straggler: boolean;
