@@ -68,7 +68,7 @@ def test_redis_killed_alone_comes_back_and_nobody_who_watches_a_job_notices(stac
     assert stack.part("redis-server").pid != server.pid
 
 
-def test_only_the_controller_holds_its_secrets_and_killing_the_owner_leaves_no_process(
+def test_only_the_controller_holds_its_secrets_and_a_killed_owner_leaves_no_process_and_no_readable_file(
     tmp_path: Path,
 ) -> None:
     port = free_port()
@@ -96,6 +96,10 @@ def test_only_the_controller_holds_its_secrets_and_killing_the_owner_leaves_no_p
     owner.wait()
     _, alive = psutil.wait_procs(family, timeout=30)
     assert [p for p in alive if p.status() != psutil.STATUS_ZOMBIE] == []
+    everything = [tmp_path, *tmp_path.rglob("*")]
+    names = {path.relative_to(tmp_path).parts[0] for path in everything[1:]}
+    assert names >= {"checkpoints", "logs", "nodes", "redis"}
+    assert [path for path in everything if path.stat().st_mode & 0o077] == []
 
 
 def test_a_run_that_was_interrupted_goes_on_with_its_job(tmp_path: Path) -> None:
