@@ -77,6 +77,7 @@ def test_the_trail_is_read_page_by_page(guarded: ControlPlane) -> None:
         ("POST", {}, 401),
         ("POST", {"Content-Type": "text/plain"}, 415),
         ("PUT", {"Content-Type": "text/plain"}, 415),
+        ("PUT", {}, 401),
         ("POST", {"Origin": "http://evil.example"}, 403),
     ],
 )
