@@ -55,6 +55,25 @@ def test_a_job_runs_the_very_plan_that_was_shown_and_tells_how_right_it_was(stac
     assert found.facts is None or again.step_time is not None
 
 
+def test_what_an_operator_takes_within_itself_is_estimated_and_named_apart(
+    stack: Stack,
+) -> None:
+    model = {"factory": "recurrent_models:Recurrent", "args": {"dim": 512, "layers": 2}}
+    data = {"factory": "stdlib_bytes", "args": {"seq_len": 256}}
+    train = {"steps": 4, "global_batch": 32, "seed": 7}
+    spec = tiny_spec(name="recurrent", model=model, data=data, train=train, plan="auto")
+    plan = planned(stack.client, spec)
+    assert plan.state is PlanState.READY, (plan.reason, plan.failure)
+    job = stack.rested(stack.client.submit({"plan_id": plan.id}).id, timeout_s=240)
+    assert job.state is JobState.SUCCEEDED, (job.reason, job.failure)
+    assert job.estimate is not None
+    assert plan.memory[0].peak.workspace > 10_000_000
+    assert job.estimate.peak == plan.memory[0].peak
+    # What the kernels of an LSTM allocate and never write has no pages, and so is not resident.
+    assert job.estimate.ratio is not None
+    assert 0.5 < job.estimate.ratio < 1.1
+
+
 def test_a_job_that_leaves_its_layout_open_runs_the_plan_that_was_chosen_for_it(
     stack: Stack,
 ) -> None:
