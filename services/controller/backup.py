@@ -204,10 +204,9 @@ def _bucket(address: BucketAddress) -> "Bucket":
 
 def _copy_bucket(bucket: "Bucket", target: Path) -> int:
     target.mkdir()
-    for name in bucket.names(""):
-        _fetch(bucket, name, target)
     for job in sorted(bucket.folders("")):
         _again(lambda job=job: _copy_job_of(bucket, job, target), target / job, f"job {job}")  # type: ignore[misc]
+    _fetch_below(bucket, "", target, deeper=False)
     return len(list(target.glob("job_*")))
 
 
@@ -226,16 +225,22 @@ def _copy_job_of(bucket: "Bucket", job: str, root: Path) -> None:
                 raise
             if digest != shard.sha256:
                 raise _damaged(f"{bucket.address}/{name}", digest, shard.sha256)
-    for folder in ("", *(bucket.folders(job) - {"chain", "shards"})):
+    # An object may have the name of a folder, too, which no file can: what lies in folders is ours.
+    for folder in (*sorted(bucket.folders(job) - {"chain", "shards"}), ""):
         _fetch_below(bucket, f"{job}/{folder}".rstrip("/"), root, deeper=bool(folder))
 
 
 def _fetch_below(bucket: "Bucket", folder: str, root: Path, *, deeper: bool) -> None:
-    for name in bucket.names(folder):
-        with contextlib.suppress(FileNotFoundError):
-            _fetch(bucket, f"{folder}/{name}", root)
     for further in bucket.folders(folder) if deeper else ():
         _fetch_below(bucket, f"{folder}/{further}", root, deeper=True)
+    for name in bucket.names(folder):
+        place = f"{folder}/{name}".lstrip("/")
+        try:
+            _fetch(bucket, place, root)
+        except FileNotFoundError:
+            continue
+        except (FileExistsError, NotADirectoryError):
+            _say_left_out(root / place, "a folder has its name")
 
 
 def _fetch(bucket: "Bucket", name: str, root: Path) -> str:

@@ -511,6 +511,66 @@ def test_a_file_whose_name_no_object_can_have_keeps_no_backup_out_of_a_bucket(
     assert all(line.endswith("is left out: no object can have its name") for line in told)
 
 
+@pytest.mark.parametrize(
+    "name",
+    [
+        "../chain/0000",
+        "../../../planted",
+        f"{JOB}/../../../planted",
+        f"{JOB}/traces/../../../../planted",
+        f"{JOB}/chain/..",
+        f"{JOB}/traces/.",
+        f"{JOB}/traces//planted",
+        f"{JOB}/chain/a\0b",
+        "",
+        f"{JOB}/chain/",
+        f"{JOB}/traces/{'n' * 300}",
+    ],
+)
+def test_an_object_that_no_file_could_be_named_as_is_none_of_ours(
+    folders: tuple[Path, Path, Path], server: S3Server, tmp_path: Path, name: str
+) -> None:
+    redis, storage, backup = folders
+    commit(CommitChain(storage, JOB), 1)
+    prefix = hashlib.sha256(name.encode()).hexdigest()[:16]
+    bucket = uploaded(storage, prefix)
+    server.client().put_object(Bucket=BUCKET, Key=f"{prefix}/{name}", Body=b"of an agent")
+    around = set(tmp_path.iterdir())
+    assert save(redis, bucket.address, backup) == 1
+    assert contents(backup / "checkpoints") == contents(storage)
+    assert set(tmp_path.iterdir()) - around == {backup}
+    assert {path.name for path in backup.iterdir()} == {"redis", "checkpoints"}
+
+
+def test_a_folder_that_a_console_made_in_a_bucket_is_empty(
+    folders: tuple[Path, Path, Path], server: S3Server, tmp_path: Path
+) -> None:
+    redis, storage, backup = folders
+    commit(CommitChain(storage, JOB), 1)
+    assert save(redis, storage, backup) == 1
+    server.client().put_object(Bucket=BUCKET, Key="made/", Body=b"")
+    assert restore(tmp_path / "new", BucketAddress(BUCKET, "made"), backup) == 1
+
+
+@pytest.mark.parametrize("name", [JOB, f"{JOB}/chain", f"{JOB}/records"])
+def test_an_object_that_has_the_name_of_a_folder_keeps_no_backup_from_that(
+    folders: tuple[Path, Path, Path],
+    server: S3Server,
+    capsys: pytest.CaptureFixture[str],
+    name: str,
+) -> None:
+    redis, storage, backup = folders
+    commit(CommitChain(storage, JOB), 1)
+    (storage / JOB / "records").mkdir()
+    (storage / JOB / "records" / "steps.jsonl.gz").write_bytes(b"a curve")
+    bucket = uploaded(storage, f"named-as-{name}".replace("/", "-"))
+    server.client().put_object(Bucket=BUCKET, Key=f"{bucket.address.prefix}/{name}", Body=b"other")
+    assert save(redis, bucket.address, backup) == 1
+    assert contents(backup / "checkpoints") == contents(storage)
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.endswith(f"{name}' is left out: a folder has its name")
+
+
 @pytest.mark.usefixtures("server")
 def test_a_bucket_is_saved_whole_while_checkpoints_come_and_go(
     folders: tuple[Path, Path, Path],

@@ -37,6 +37,7 @@ _MOST_PARTS: Final = 10_000
 _LONGEST_RECORD: Final = 16 << 20
 _READ_BYTES: Final = 1 << 20
 _DELETED_AT_ONCE: Final = 1_000
+_LONGEST_NAME: Final = 255
 _PROOF: Final = ".conditional-writes"
 _NONE_THERE: Final = "*"
 _NOT_FOUND: Final = frozenset({"404", "NoSuchKey", "NoSuchUpload"})
@@ -99,16 +100,17 @@ class Bucket:
         self._is_proven = False
 
     def names(self, folder: str) -> Mapping[str, tuple[int, str]]:
-        """The objects right in ``folder``, by name: size and ETag."""
+        """The objects right in ``folder``, by name: size and ETag. Those that no file could be named as are none of ours."""
         with self._told(folder):
-            return {
+            found = {
                 one["Key"].rpartition("/")[2]: (one["Size"], one["ETag"])
                 for page in self._pages(folder)
                 for one in page.get("Contents", ())
             }
+        return {name: about for name, about in found.items() if _is_file_name(name)}
 
     def folders(self, folder: str) -> set[str]:
-        """What lies in ``folder`` and has something in it, unfinished uploads included."""
+        """What lies in ``folder`` and has something in it, unfinished uploads included; names as of ``names``."""
         prefix = self._key(f"{folder}/" if folder else "")
         with self._told(folder):
             found = {
@@ -117,7 +119,7 @@ class Bucket:
                 for one in page.get("CommonPrefixes", ())
             }
         found |= {key.removeprefix(prefix).partition("/")[0] for key, _ in self._unfinished(prefix)}
-        return found
+        return set(filter(_is_file_name, found))
 
     def read(self, name: str) -> tuple[bytes, str]:
         """A record and its ETag.
@@ -410,6 +412,12 @@ class Bucket:
             raise StorageAwayError(
                 f"{self.address} answers what no object store does: {type(error).__name__}: {error}"
             ) from error
+
+
+def _is_file_name(name: str) -> bool:
+    # Consoles keep an object without a name for a folder. One named `..` would lead whoever copies it out of theirs.
+    is_name = name not in {"", ".", ".."} and "\0" not in name
+    return is_name and len(name.encode()) <= _LONGEST_NAME
 
 
 def _listed(page: "ListObjectsV2OutputTypeDef") -> "ListObjectsV2OutputTypeDef":
