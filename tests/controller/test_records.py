@@ -194,6 +194,24 @@ def test_an_agent_that_does_not_answer_costs_what_is_not_here(plane: ControlPlan
     assert len(asked) == 1  # once a minute, however many read
 
 
+@pytest.mark.parametrize("path", ["logs", "logs?tail=5", "metrics", "metrics?name=loss"])
+def test_nobody_else_waits_for_an_agent_that_brings_records_back(
+    plane: ControlPlane, monkeypatch: pytest.MonkeyPatch, path: str
+) -> None:
+    gang = trained(plane)
+    closes(plane, ended(plane, gang))
+    curve = {"steps": rows(plane.redis, keys.job_steps(gang.job_id))}
+    forget(plane.redis, gang.job_id)
+    monkeypatch.setattr(records, "PATIENCE_S", 10.0)
+    with ThreadPoolExecutor(1) as pool:
+        waits = pool.submit(plane.client.get, f"/v1/jobs/{gang.job_id}/{path}")
+        asked = plane.agent.awaits(RecallRecords, gang.job_id, gang.fence).asked
+        assert [job["id"] for job in plane.get("/v1/jobs")["items"]] == [gang.job_id]
+        assert not waits.done()
+        brings(plane, asked, gang.job_id, curve)
+        assert waits.result().status_code == 200
+
+
 @pytest.mark.parametrize("is_retyped", [True, False])
 def test_what_nobody_asked_for_is_not_taken_for_what_was_brought_back(
     plane: ControlPlane,

@@ -44,6 +44,26 @@ async def bring_back(ports: Ports, job: Job) -> None:
         raise RecordsAwayError(f"steps, metrics and output of {job.id} are in storage; {why}")
 
 
+async def await_records(ports: Ports, job_id: str) -> None:
+    """Have them brought back before a turn for which others wait: agents may take long, or never answer.
+
+    Raises:
+        NotFoundError: There is no such job.
+        RecordsAwayError: As ``bring_back``.
+    """
+    await bring_back(ports, (await ports.jobs.load(job_id)).job)
+
+
+async def await_events(ports: Ports, job_id: str) -> None:
+    """The same of a job's events.
+
+    Raises:
+        NotFoundError: There is no such job.
+        RecordsAwayError: As ``bring_events_back``.
+    """
+    await bring_events_back(ports, (await ports.jobs.load(job_id)).job)
+
+
 @contextlib.asynccontextmanager
 async def brought_back(ports: Ports, job: Job) -> AsyncIterator[None]:
     """While what ``bring_back`` has the store hold is read, in however many parts.

@@ -22,6 +22,7 @@ from services.controller.domain.job.events import DiagnosisAsked
 from services.controller.use_cases import inspect as use_cases
 from services.controller.use_cases import metrics as of_metrics
 from services.controller.use_cases.jobs import change_course
+from services.controller.use_cases.records import await_records
 
 _MOST_NAMES: Final = 80
 _NAMES_CHARACTERS: Final = 6_000
@@ -87,6 +88,7 @@ async def metrics(  # noqa: PLR0913 one parameter a part of the request
     A job has at most 64 user metrics; `names` lists them, `names_left_out` counts the rest.
     """
     wanted = of_metrics.StepRange(from_step, to_step, max_points)
+    await await_records(context.ports, job_id)
     async with context.turns.of(asks.subject):
         if name is not None:
             names = frozenset(part.strip() for each in name for part in each.split(","))

@@ -15,6 +15,7 @@ from services.controller.domain.access.token import Principal
 from services.controller.use_cases import watch as use_cases
 from services.controller.use_cases.access import refused_since
 from services.controller.use_cases.cursors import to_entry_id
+from services.controller.use_cases.records import await_events, await_records
 
 router = APIRouter(prefix="/v1/jobs", tags=["watch"])
 
@@ -51,7 +52,9 @@ async def events(  # noqa: PLR0913 FastAPI hands in each part of the request by 
         return await sse.stream(
             entries, context.stopping, context.streams, viewer_of(context, asks)
         )
-    page = await use_cases.page_of_events(context.ports, job_id, after, limit)
+    await await_events(context.ports, job_id)
+    async with context.turns.of(asks.subject):
+        page = await use_cases.page_of_events(context.ports, job_id, after, limit)
     return answer(request, page, headers=next_link(request, page.next_cursor))
 
 
@@ -93,6 +96,7 @@ async def logs(  # noqa: PLR0913 FastAPI hands in each part of the request by it
         last = tail if last_event_id is None else None
         lines = use_cases.follow(context.ports, job_id, wanted, after, to_the_end=follow, tail=last)
         return await sse.stream(lines, context.stopping, context.streams, viewer_of(context, asks))
+    await await_records(context.ports, job_id)
     async with context.turns.of(asks.subject):
         if tail is None:
             page = await use_cases.page_of_lines(context.ports, job_id, wanted, after, limit)
