@@ -1,5 +1,7 @@
 """Changing a job after it was submitted."""
 
+import json
+
 import pytest
 
 from services.cli.course import _best
@@ -8,10 +10,12 @@ from services.contract.api.requests import JobPatch
 from services.contract.jobs.spec_parts import KeepBestSpec
 from services.contract.messages.commands import RetireCheckpoint, StopGang
 from services.contract.messages.facts import Evaluated
+from services.contract.redis import redis_keys as keys
+from services.controller.api.guard import AccessPolicy
 from services.controller.domain.errors import InvalidRequestError, PreconditionFailedError
 from services.controller.domain.job.events import PatchAsked
 from services.controller.domain.job.job import Job
-from tests.controller.conftest import ControlPlane, job_body
+from tests.controller.conftest import ControlPlane, job_body, open_plane
 from tests.controller.histories import NODE, commands, new_job, play, running, saved
 from tests.controller.test_best import Course, committed
 from tests.waiting import until
@@ -36,6 +40,51 @@ def test_a_patch_changes_what_it_names_and_null_brings_defaults_back() -> None:
 def test_a_patch_that_changes_nothing_makes_no_revision_and_no_event() -> None:
     decision = play(new_job(priority=3), [ask(priority=3), ask()])
     assert (decision.job.revision, decision.notes) == (0, ())
+
+
+def many_labels(value: str) -> dict[str, str]:
+    """As many and as long as a job may have."""
+    return {f"{number:02}-{'k' * 50}": f"{value}{'v' * 240}" for number in range(64)}
+
+
+def test_an_event_tells_of_many_changes_the_first_and_counts_the_others() -> None:
+    decision = play(new_job(labels=many_labels("a")), [ask(labels=many_labels("b"))])
+    (note,) = decision.notes
+    told = note.data["changed"]
+    assert isinstance(told, dict)
+    assert told == {
+        f"/labels/{key}": [f"a{'v' * 240}", f"b{'v' * 240}"]
+        for key in sorted(many_labels(""))[: len(told)]
+    }
+    assert len(told) > 1
+    assert note.data["left_out"] == 64 - len(told)
+    assert note.message.endswith(f"; and {64 - len(told)} more")
+    assert len(json.dumps([note.message, note.data])) < 6_000
+
+
+def test_whoever_patches_without_end_does_not_fill_redis(
+    redis_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(keys, "HISTORY_BYTES", 1 << 17)
+    with open_plane(redis_url, AccessPolicy(), leads=False, replays=False) as plane:
+        job_id = plane.submit()
+        for number in range(40):
+            answer = plane.client.patch(
+                f"/v1/jobs/{job_id}",
+                json={"labels": many_labels(str(number))},
+                headers={"If-Match": "*"},
+            )
+            assert answer.status_code == 200, answer.text
+        sizes = [
+            int(str(plane.redis.memory_usage(key(job_id), samples=0)))
+            for key in (keys.job_history, keys.job_events)
+        ]
+        assert max(sizes) < 1 << 18
+        small = plane.client.patch(
+            f"/v1/jobs/{job_id}", json={"priority": 1}, headers={"If-Match": "*"}
+        )
+        assert small.status_code == 200
+        assert int(str(plane.redis.xlen(keys.job_history(job_id)))) > 2
 
 
 def test_a_patch_on_an_older_revision_changes_nothing() -> None:

@@ -140,6 +140,8 @@ METRICS_KEPT: Final = 50_000
 EVENTS_KEPT: Final = 10_000
 EVENT_FEED_KEPT: Final = 20_000
 HISTORY_KEPT: Final = 20_000
+# Behind an entry of 20 KiB, as patches may have it, fewer are kept, so that about so much is all of a job's.
+HISTORY_BYTES: Final = 16 << 20
 CHANGES_KEPT: Final = 10_000
 AUDIT_KEPT: Final = 50_000
 CODE_KEPT_S: Final = 86_400

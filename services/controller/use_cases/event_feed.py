@@ -8,6 +8,7 @@ from pydantic import ValidationError
 
 from services.contract.api.views import EventPage, EventView
 from services.contract.redis.redis_keys import EVENT_FEED
+from services.contract.system.long_work import in_turns
 from services.controller.ports.coordination import Ports
 from services.controller.ports.event_feed import FeedEntry
 from services.controller.ports.jobs import EventRecord
@@ -102,7 +103,7 @@ async def chosen(
 ) -> list[EventView]:
     """The events of these entries that are asked for; one that cannot be read is left out."""
     of_jobs = [e for e in entries if not wanted.job_ids or e.job_id in wanted.job_ids]
-    read = [(entry, _record(ports, entry)) for entry in of_jobs]
+    read = [(entry, _record(ports, entry)) async for entry in in_turns(of_jobs)]
     found = [(entry, known) for entry, known in read if known and wanted.has_kind(known.kind)]
     if wanted.jobs is not None and found:
         # Of up to 500 jobs: their whole records take seconds, for each webhook and each page.

@@ -10,6 +10,7 @@ from pydantic import ValidationError
 
 from services.contract.api.views import EventPage, EventView, LogPage, LogView
 from services.contract.messages.telemetry import LogLine
+from services.contract.system.long_work import in_turns
 from services.controller.domain.errors import NotFoundError
 from services.controller.ports.coordination import Ports
 from services.controller.ports.jobs import EventRecord
@@ -68,7 +69,7 @@ async def page_of_events(ports: Ports, job_id: str, after: str | None, limit: in
     """
     await bring_events_back(ports, (await ports.jobs.load(job_id)).job)
     entries = await ports.telemetry.read(job_id, Log.EVENTS, after, limit + 1)
-    told = (_event(ports, job_id, entry) for entry in entries[:limit])
+    told = [_event(ports, job_id, entry) async for entry in in_turns(entries[:limit])]
     cursor = entries[limit - 1].id if len(entries) > limit else None
     return EventPage(items=tuple(e for e in told if e is not None), next_cursor=cursor)
 

@@ -242,6 +242,7 @@ class RedisJobs:
             for send in sends
             for part in (str(inboxes.index(keys.node_inbox(send.node_id))), self._json(send))
         ]
+        history = _bodies(change.history)
         doomed = change.deletes
         its_own = keys_of_commit(job.id)
         first_inbox = len(its_own) + 1  # as Lua counts
@@ -279,8 +280,8 @@ class RedisJobs:
                     *_listed(puts),
                     *_listed(list(change.removed_checkpoints)),
                     *_listed(outgoing),
-                    keys.HISTORY_KEPT,
-                    *_listed(_bodies(change.history)),
+                    _kept_of(history),
+                    *_listed(history),
                     self._telemetry_kept_s if job.is_terminal else "",
                     keys.CHANGES_KEPT,
                 ],
@@ -469,6 +470,12 @@ def _claimed(claim: Claim, text: str) -> Stored:
 
 def _absent(job_id: str) -> NotFoundError:
     return NotFoundError(f"there is no job {job_id}")
+
+
+def _kept_of(history: Sequence[str]) -> int:
+    """How many entries are kept behind these."""
+    longest = max((len(text.encode()) for text in history), default=1)
+    return min(keys.HISTORY_KEPT, max(keys.HISTORY_BYTES // longest, len(history)))
 
 
 def _bodies(records: Sequence[Record]) -> list[str]:

@@ -1,5 +1,6 @@
 """What people may change of a job after they submitted it."""
 
+import json
 from math import gcd
 from typing import Any, Final
 
@@ -18,6 +19,9 @@ from services.controller.domain.job.events import PatchAsked
 from services.controller.domain.job.job import Job, Planning
 from services.controller.domain.plans import default_plan
 
+# An event is kept ten thousand times, in three places, and read a thousand at a time: what a patch with 64 labels
+# changes takes forty kilobytes, and was said twice.
+_TOLD_CHARACTERS: Final = 2_000
 _FIXED: Final = Fault(
     pointer="/resources/world",
     detail="resources.world: the job has a fixed number of ranks; clone it with "
@@ -52,8 +56,7 @@ def on_patch(event: PatchAsked, draft: Draft) -> None:
     draft.change(spec=after, asked=asked, revision=job.revision + 1)
     if job.planning is not None and after.resources != job.spec.resources:
         draft.change(planning=Planning())
-    words = "; ".join(f"{place[1:]} {_told(pair)}" for place, pair in changed.items())
-    draft.note("job.patched", f"changed on request: {words}", changed=changed)
+    _note(draft, changed)
     if after.checkpoint != job.spec.checkpoint:
         retire_surplus(draft)
 
@@ -114,6 +117,20 @@ def _differences(
         elif old != new:
             found[here] = [old, new]
     return found
+
+
+def _note(draft: Draft, changed: dict[str, list[object]]) -> None:
+    """Tell what changed, as far as that is short."""
+    room, told, more = _TOLD_CHARACTERS, dict[str, list[object]](), {}
+    for place, pair in changed.items():
+        room -= len(place) + len(json.dumps(pair))
+        if room < 0:
+            more = {"left_out": len(changed) - len(told)}
+            break
+        told[place] = pair
+    words = "; ".join(f"{place[1:]} {_told(pair)}" for place, pair in told.items())
+    rest = "".join(f"; and {count} more" for count in more.values())
+    draft.note("job.patched", f"changed on request: {words}{rest}", changed=told, **more)
 
 
 def _told(pair: list[object]) -> str:
