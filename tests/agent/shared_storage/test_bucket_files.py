@@ -437,6 +437,32 @@ def test_a_copy_that_takes_long_to_remove_holds_up_nothing_else(
     assert list(folder.iterdir()) == []
 
 
+def test_of_many_copies_that_are_too_much_some_go_at_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A rank has as many as it likes uploaded, then makes one long: the agent's loop waits for who removes them."""
+    monkeypatch.setattr(Bucket, "upload", lambda *_: None)
+    files = BucketFiles(Bucket(BucketAddress.parse(f"s3://{BUCKET}/runs")), tmp_path, 1 << 20)
+
+    def publish(number: int, size: int) -> None:
+        path = tmp_path / JOB / "shards" / f"ckpt_{number:04d}" / SHARD.name
+        path.parent.mkdir(parents=True)
+        path.touch()
+        os.truncate(path, size)
+        files.publish(path)
+
+    def copies() -> list[str]:
+        return sorted(path.parent.name for path in tmp_path.rglob(SHARD.name))
+
+    for number in range(600):
+        publish(number, 1)
+    publish(600, 1 << 40)
+    assert copies() == [f"ckpt_{number:04d}" for number in range(256, 601)]
+    for number in range(601, 604):
+        publish(number, 1)
+    assert copies() == ["ckpt_0601", "ckpt_0602", "ckpt_0603"]
+
+
 def test_a_copy_that_somebody_changed_is_brought_again(bucket: Place) -> None:
     storage = bucket.on("node-1")
     storage.open_attempt(launch(1))
