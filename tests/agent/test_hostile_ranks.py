@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import cast
 
 import pytest
+from structlog.testing import capture_logs
 
 from services.contract.messages.board import BoardError, BoardReader, BoardStep, BoardWriter
 from services.contract.messages.commands import PurgeJob, StopGang
@@ -27,10 +28,12 @@ from services.contract.messages.facts import (
     GangEnded,
     JobPurged,
 )
+from services.contract.messages.rank_pipe import RankVote
 from services.contract.redis import redis_keys
+from services.contract.storage.manifests import ShardFile
 from services.contract.system.durable import open_plain
 from services.contract.words.bounds import MOST_MS
-from services.contract.words.ids import new_job_id
+from services.contract.words.ids import checkpoint_id, new_job_id
 from services.worker.agent.gangs import runtime
 from services.worker.agent.gangs.events import Condemned
 from services.worker.agent.gangs.runtime import GangRuntime
@@ -240,11 +243,38 @@ def test_of_logs_that_are_too_long_the_last_part_of_one_is_kept_at_a_look(
         assert [log.stat().st_size <= FILE_BYTES for log in logs].count(True) == kept
 
 
-def gang_of(pid: int, root: Path, attempt: AttemptFolder) -> GangRuntime:
+def gang_of(
+    pid: int, root: Path, attempt: AttemptFolder, tell: Callable[[Fact], None] = lambda _: None
+) -> GangRuntime:
     """A gang of one rank, which has neither pipe nor board."""
     seats = {0: watched(root)._seats[0]}
     crew = Crew(seats=seats, store=None, pids={0: pid}, pipes={}, boards={})
-    return GangRuntime(crew, NODE, attempt, FolderFiles(root), lambda _: None)
+    return GangRuntime(crew, NODE, attempt, FolderFiles(root), tell)
+
+
+def test_votes_that_are_refused_make_the_agents_log_no_longer(tmp_path: Path) -> None:
+    """A rank may send them for as long as it lives, and nobody can purge that log."""
+    attempt = NodeFolder(tmp_path, NODE, shared_memory=tmp_path).attempt(JOB, 1)
+    told: list[Fact] = []
+    vote = RankVote(
+        checkpoint_id=checkpoint_id(JOB, 3, 1),
+        step=3,
+        shard=ShardFile(rank=0, name="nothing", bytes=1, sha256="0" * 64),
+    )
+
+    async def run(pid: int) -> None:
+        gang = gang_of(pid, tmp_path, attempt, told.append)
+        gang._votes.check(0, vote)
+        async with asyncio.timeout(60):
+            while not told:  # noqa: ASYNC110 a fact wakes nobody here
+                await asyncio.sleep(0.01)
+
+    with capture_logs() as logged, subprocess.Popen(["true"]) as dead:
+        asyncio.run(run(dead.pid))
+    assert [fact.reason for fact in told if isinstance(fact, CheckpointLost)] == [
+        "shard nothing of rank 0: the file is missing"
+    ]
+    assert logged == []
 
 
 def test_a_log_that_takes_long_to_empty_holds_up_no_other_gang_and_not_its_own_end(

@@ -395,8 +395,7 @@ class GangRuntime:
         self.happen(Misbehaved(rank, what))
 
     def _vote_checked(self, rank: int, vote: RankVote, fault: str | None) -> None:
-        if fault is not None:
-            _log.warning("vote_refused", job=self.job_id, rank=rank, why=fault)
+        # Not logged: the job's events say it, and a rank can have 64 a second refused for as long as it lives.
         self.happen(VoteChecked(rank, vote, fault))
 
     def _vote_waits(self, rank: int, vote: RankVote, condition: str) -> None:
