@@ -110,6 +110,17 @@ def test_an_attempt_that_finds_its_checkpoint_corrupt_is_followed_by_one_from_th
     assert launch.resume_from == named(job, 10)
 
 
+def test_an_attempt_that_saved_and_calls_what_it_loaded_corrupt_costs_a_restart() -> None:
+    """A rank that does so each time would be started again without end: there is always a newer checkpoint."""
+    job = loading_again(with_saved(10, 20))
+    saving = play(job, [progressed(job, 21, 2), *saved(job, 30, 2, 4)]).job
+    after = play(saving, [corrupt(saving, 20), crashed(saving, "no", 2, step=30)]).job
+    assert after.state is JobState.RESTARTING
+    assert after.restarts == job.restarts + 1
+    assert "not counted" not in str(after.reason)
+    assert states(after)[20] is CheckpointState.CORRUPT
+
+
 def test_a_job_whose_only_checkpoint_is_corrupt_fails_clearly_and_never_starts_over() -> None:
     job = loading_again(with_saved(10))
     failed = play(job, [corrupt(job, 10), crashed(job, "CorruptShardError: no", 2, step=10)]).job

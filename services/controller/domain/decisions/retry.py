@@ -17,6 +17,7 @@ from services.contract.messages.facts import ExitStanding
 from services.contract.words.states import ExitReason, FailureClass
 from services.controller.domain.decisions import diagnose
 from services.controller.domain.job.attempt import Attempt, Failure, NodeExit
+from services.controller.domain.job.checkpoint import LINKED_STATES
 from services.controller.domain.job.job import Job
 
 BACKOFF_MS: Final = (0, 1_000, 5_000, 15_000, 30_000, 60_000)
@@ -111,7 +112,7 @@ def cause(attempt: Attempt, failure: Failure | None) -> ExitReason:
 
 def judge(job: Job, attempt: Attempt, failure: Failure | None) -> Restart | GiveUp:
     """Whether ``job`` is tried again after ``attempt``, its newest, has failed so."""
-    if job.has_lost_its_checkpoints or attempt.corrupt_source is not None:
+    if job.has_lost_its_checkpoints or _strikes_its_source_out(job, attempt):
         return _without_source(job, attempt)
     if attempt.farewell and (failure is None or failure.rank is None):
         return Restart(0, counts=False)
@@ -164,6 +165,14 @@ def describe(failure: Failure | None) -> str:
     if failure.signal is not None:
         return f"{where} was ended by signal {failure.signal} after step {failure.step}"
     return f"{where} exited with code {failure.exit_code} after step {failure.step}"
+
+
+def _strikes_its_source_out(job: Job, attempt: Attempt) -> bool:
+    """Whether its checkpoint was found to be corrupt, and it saved none itself: else this would never end."""
+    saved = any(
+        c.fence == attempt.fence and c.state in LINKED_STATES for c in job.checkpoints.values()
+    )
+    return attempt.corrupt_source is not None and not saved
 
 
 def _without_source(job: Job, attempt: Attempt) -> Restart | GiveUp:
