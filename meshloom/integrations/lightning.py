@@ -8,21 +8,26 @@
 Under plain ``torchrun`` or ``python`` the callback does nothing.
 """
 
+import copy
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Final
 
 from lightning.pytorch import Callback, LightningModule, Trainer
 
 from meshloom import session
 
+_BESIDE: Final = "meshloom"
+
 
 class MeshloomCallback(Callback):
     """Reports steps and metrics, checkpoints, restores, and stops when the job is asked to.
 
-    A checkpoint holds the module, its optimizers and schedulers, the progress of the loops and the
-    states of random numbers. Lightning restores the position within an epoch: exactly if the data
-    loader has ``state_dict`` and ``load_state_dict`` (torchdata's ``StatefulDataLoader``), else
-    from the beginning of the loader's order.
+    A checkpoint holds what Lightning's own has but hyperparameters: the module, optimizers and schedulers, the
+    progress of the loops, the states of callbacks, data module and precision, and what hooks add
+    (``on_save_checkpoint``); beside it the states of random numbers. That of an epoch's last step is taken when all is
+    done for the epoch, validation included. Lightning restores the position within an epoch: exactly if the data
+    loader has ``state_dict`` and ``load_state_dict`` (torchdata's ``StatefulDataLoader``), else from the beginning of
+    the loader's order.
 
     Args:
         every: Steps between checkpoints; 0: only when one is asked for, before a stop, and after the
@@ -30,34 +35,24 @@ class MeshloomCallback(Callback):
     """
 
     def __init__(self, every: int = 0) -> None:
-        self._every = every
+        self._last = _Last(every)
+
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Takes two places: before all callbacks, which begin with their states, and behind them."""
+        others = [each for each in trainer.callbacks if each not in (self, self._last)]
+        trainer.callbacks = [self, *others, self._last]
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Loads what the checkpoint has."""
-        session.restore(_state(trainer, pl_module))
+        """Loads the module, and what others have beside the loops."""
+        session.restore({"module": pl_module, "loops": _Beside(trainer)})
 
-    def on_train_batch_end(
-        self,
-        trainer: Trainer,
-        pl_module: LightningModule,
-        outputs: Any,
-        batch: Any,
-        batch_idx: int,
-    ) -> None:
-        """Reports the step, if one was made; checkpoints; stops."""
-        loss = outputs.get("loss") if isinstance(outputs, Mapping) else outputs
-        metrics: dict[str, Any] = {
-            name: value for name, value in trainer.callback_metrics.items() if name != "loss"
-        }
-        of = trainer.estimated_stepping_batches
-        total = int(of) if of != float("inf") else None
-        session.report(trainer.global_step, of=total, loss=loss, **metrics)
-        is_last = total is not None and trainer.global_step >= total
-        every = None if is_last else self._every
-        if trainer.global_step:
-            session.checkpoint(_state(trainer, pl_module), trainer.global_step, every=every)
-        if session.should_stop():
-            trainer.should_stop = True
+    def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Checkpoints the epoch that has ended."""
+        self._last.save_epoch(trainer, pl_module, is_last=False)
+
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Checkpoints before others put averages in the place of weights."""
+        self._last.save_epoch(trainer, pl_module, is_last=True)
 
     def on_validation_batch_end(
         self,
@@ -71,10 +66,177 @@ class MeshloomCallback(Callback):
             session.report(trainer.global_step)
 
 
-def _state(trainer: Trainer, module: LightningModule) -> dict[str, Any]:
+class _Last(Callback):
+    """Behind all callbacks: a step is reported and saved when they have done with it.
+
+    Args:
+        every: Steps between checkpoints.
+    """
+
+    def __init__(self, every: int) -> None:
+        self._every = every
+        self._loops: _Loops | None = None
+        self._steps = 0
+        self._awaits_epoch = False
+
+    def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        loops = _Loops(trainer)
+        if session.restore({**_optimizers(trainer), "loops": loops}) is not None:
+            self._loops = loops
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._steps = trainer.global_step
+        if self._loops is not None:
+            self._loops.start()
+            session.restore({"loops": _Nothing()})  # loaders have drawn random numbers to begin
+
+    def on_train_batch_end(
+        self,
+        trainer: Trainer,
+        pl_module: LightningModule,
+        outputs: Any,
+        batch: Any,
+        batch_idx: int,
+    ) -> None:
+        if self._loops is not None:
+            self._loops.end_restart()
+            self._loops = None
+        loss = outputs.get("loss") if isinstance(outputs, Mapping) else outputs
+        metrics: dict[str, Any] = {
+            name: value for name, value in trainer.callback_metrics.items() if name != "loss"
+        }
+        total = _total(trainer)
+        session.report(trainer.global_step, of=total, loss=loss, **metrics)
+        if trainer.global_step == self._steps:
+            return  # gradients wait for an update, and no checkpoint has them
+        self._steps = trainer.global_step
+        if trainer.is_last_batch:
+            self._awaits_epoch = True
+        else:
+            is_last = total is not None and self._steps >= total
+            self._save(trainer, pl_module, is_last=is_last)
+        if session.should_stop():
+            trainer.should_stop = True
+
+    def save_epoch(self, trainer: Trainer, module: LightningModule, *, is_last: bool) -> None:
+        """Checkpoints after an epoch's last step, if that waits for it."""
+        if self._awaits_epoch:
+            self._awaits_epoch = False
+            self._save(trainer, module, is_last=is_last, is_whole_epoch=True)
+
+    def _save(
+        self,
+        trainer: Trainer,
+        module: LightningModule,
+        *,
+        is_last: bool,
+        is_whole_epoch: bool = False,
+    ) -> None:
+        loops = _Loops(trainer, is_whole_epoch=is_whole_epoch)
+        state = {"module": module, **_optimizers(trainer), "loops": loops}
+        session.checkpoint(state, self._steps, every=None if is_last else self._every)
+
+
+class _Beside:
+    """What callbacks, the data module, the precision and hooks have for a checkpoint."""
+
+    def __init__(self, trainer: Trainer) -> None:
+        self._trainer = trainer
+
+    def state_dict(self) -> dict[str, Any]:
+        """Of it nothing is filled in place."""
+        return {}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        trainer, module = self._trainer, self._trainer.lightning_module
+        saved = state.get(_BESIDE)
+        if saved is None:  # an older version saved the loops alone
+            return
+        own = dict.fromkeys(saved["weights"], module.state_dict())
+        checkpoint = {**saved["hooks"], **own}
+        module.on_load_checkpoint(checkpoint)
+        if trainer.datamodule is not None:
+            trainer.datamodule.load_state_dict(saved["data"])
+        for callback in trainer.callbacks:
+            callback.on_load_checkpoint(trainer, module, checkpoint)
+            if callback.state_key in saved["callbacks"]:
+                callback.load_state_dict(saved["callbacks"][callback.state_key])
+        if saved["precision"]:
+            trainer.precision_plugin.load_state_dict(saved["precision"])
+
+
+class _Loops:
+    """The progress of the loops, and beside it all that ``_Beside`` takes back.
+
+    Args:
+        trainer: Lightning's.
+        is_whole_epoch: Whether all is done for the last epoch.
+    """
+
+    def __init__(self, trainer: Trainer, *, is_whole_epoch: bool = False) -> None:
+        self._trainer = trainer
+        self.is_whole_epoch = is_whole_epoch
+
+    def state_dict(self) -> dict[str, Any]:
+        trainer, module = self._trainer, self._trainer.lightning_module
+        progress = copy.deepcopy(trainer.fit_loop.state_dict())
+        if self.is_whole_epoch:  # the next one may have been counted as ready
+            for counts in progress["epoch_progress"].values():
+                counts["ready"] = counts["completed"]
+        weights = module.state_dict()
+        hooks: dict[str, Any] = {
+            "epoch": trainer.current_epoch,
+            "global_step": trainer.global_step,
+            "state_dict": weights,
+        }
+        states = {each.state_key: each.state_dict() for each in trainer.callbacks}
+        for callback in trainer.callbacks:
+            callback.on_save_checkpoint(trainer, module, hooks)
+        module.on_save_checkpoint(hooks)
+        beside = {
+            "is_whole_epoch": self.is_whole_epoch,
+            "callbacks": {key: state for key, state in states.items() if state},
+            "data": {} if trainer.datamodule is None else trainer.datamodule.state_dict(),
+            "precision": trainer.precision_plugin.state_dict(),
+            "weights": [key for key, value in hooks.items() if value is weights],
+            "hooks": {key: value for key, value in hooks.items() if value is not weights},
+        }
+        return {**progress, _BESIDE: beside}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        loop = self._trainer.fit_loop
+        loop.load_state_dict({key: each for key, each in state.items() if key != _BESIDE})
+        self.is_whole_epoch = state.get(_BESIDE, {}).get("is_whole_epoch", False)
+        loop._restarting = True  # noqa: SLF001 its property says no at an epoch's end, and loaders lose their state
+
+    def start(self) -> None:
+        """After an epoch's end nothing of it is left to be done, and loaders begin again."""
+        if self.is_whole_epoch:
+            self._trainer.fit_loop.epoch_loop.restarting = False
+            self._trainer.fit_loop.on_iteration_done()
+
+    def end_restart(self) -> None:
+        """From here on the epoch is one like all, with schedulers that follow a metric."""
+        self._trainer.fit_loop._restarting = False  # noqa: SLF001 its property takes no for yes
+
+
+class _Nothing:
+    """Has no state: to restore it restores random numbers."""
+
+    def state_dict(self) -> dict[str, Any]:
+        return {}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        pass
+
+
+def _total(trainer: Trainer) -> int | None:
+    of = trainer.estimated_stepping_batches
+    return int(of) if of != float("inf") else None
+
+
+def _optimizers(trainer: Trainer) -> dict[str, Any]:
     return {
-        "module": module,
         "optimizers": list(trainer.optimizers),
         "schedulers": [config.scheduler for config in trainer.lr_scheduler_configs],
-        "loops": trainer.fit_loop,
     }

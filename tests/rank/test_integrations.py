@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from services.contract.jobs.specs import JobSpec
+from services.contract.messages.rank_pipe import RankVote
 from tests.forking import HUGGING_FACE
 from tests.rank.gang import Ranks
 
@@ -59,3 +60,30 @@ def test_a_trainer_of_another_library_reports_and_goes_on_with_the_same_bits(
     again = start(fence=2, resume_from=source.checkpoint_id).succeeded()
     assert again.losses() == first.losses_after(SAVED)
     assert "not restored" not in (ranks.root / "rank-0.log").read_text()
+
+
+@pytest.mark.parametrize("saved", [2, 4, 5])
+def test_lightning_goes_on_with_its_callbacks_hooks_and_evaluations_within_an_epoch_and_at_its_end(
+    ranks: Ranks, saved: int
+) -> None:
+    spec = JobSpec.model_validate(
+        {
+            "entrypoint": {"script": "lightning_callbacks.py", "args": ["9"]},
+            "resources": {"ranks": 1, "device": "cpu"},
+        }
+    )
+    first = ranks.start(spec, 1, code=PROGRAMS).succeeded()
+    assert [vote.step for vote in first.of_kind(0, RankVote)] == list(range(1, 10))
+    source = first.committed(saved)
+    again = ranks.start(
+        spec, 1, fence=2, resume_from=source.checkpoint_id, code=PROGRAMS
+    ).succeeded()
+    assert again.losses() == first.losses_after(saved)
+    evaluated: dict[int, dict[int, float]] = {1: {}, 2: {}}
+    for line in (ranks.root / "metrics.jsonl").read_text().splitlines():
+        point = json.loads(line)
+        if "far" in point:
+            evaluated[point["attempt"]][point["step"]] = point["far"]
+    after = {step: far for step, far in evaluated[2].items() if step > max(saved, 4)}
+    assert after == {step: far for step, far in evaluated[1].items() if step in after}
+    assert 9 in after
