@@ -39,8 +39,9 @@ class MeshloomCallback(Callback):
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Takes two places: before all callbacks, which begin with their states, and behind them."""
-        others = [each for each in trainer.callbacks if each not in (self, self._last)]
-        trainer.callbacks = [self, *others, self._last]
+        parts: Any = trainer
+        others = [each for each in parts.callbacks if each not in (self, self._last)]
+        parts.callbacks = [self, *others, self._last]
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Loads the module, and what others have beside the loops."""
@@ -141,7 +142,7 @@ class _Beside:
     """What callbacks, the data module, the precision and hooks have for a checkpoint."""
 
     def __init__(self, trainer: Trainer) -> None:
-        self._trainer = trainer
+        self._trainer: Any = trainer  # its types lack half of it
 
     def state_dict(self) -> dict[str, Any]:
         """Of it nothing is filled in place."""
@@ -174,7 +175,7 @@ class _Loops:
     """
 
     def __init__(self, trainer: Trainer, *, is_whole_epoch: bool = False) -> None:
-        self._trainer = trainer
+        self._trainer: Any = trainer  # its types lack half of it
         self.is_whole_epoch = is_whole_epoch
 
     def state_dict(self) -> dict[str, Any]:

@@ -11,8 +11,10 @@ Under plain ``torchrun`` the callback does nothing.
 
 import json
 import tempfile
+from collections import defaultdict
+from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from transformers import (
     Trainer,
@@ -22,6 +24,7 @@ from transformers import (
     TrainingArguments,
 )
 from transformers.trainer import TRAINER_STATE_NAME
+from transformers.trainer_callback import ExportableState
 
 from meshloom import session
 
@@ -31,7 +34,8 @@ _FIGURES = ("loss", "grad_norm", "learning_rate")
 class MeshloomCallback(TrainerCallback):
     """Reports steps and metrics, checkpoints, restores, and stops when the job is asked to.
 
-    A checkpoint holds model, optimizer, scheduler, the trainer's state and the states of random numbers.
+    A checkpoint holds model, optimizer, scheduler, the trainer's state with that of callbacks (``ExportableState``), and
+    the states of random numbers. It is taken when all is done for a step, evaluations included.
     A resumed run skips the batches that were trained on, as the trainer itself does when it resumes;
     so on as many ranks as before it goes on exactly.
 
@@ -44,6 +48,9 @@ class MeshloomCallback(TrainerCallback):
         self._every = every
         self._is_restored = False
         self._awaits_first_step = False
+        self._follows = False
+        self._epoch_ends = False
+        self._parts: dict[str, Any] = {}
 
     def resume_from(self, trainer: Trainer) -> str | None:
         """What ``trainer.train`` resumes from: None when the job starts over.
@@ -51,9 +58,11 @@ class MeshloomCallback(TrainerCallback):
         Otherwise a folder with the trainer's state alone: the weights come from Meshloom's checkpoint,
         when the model is wrapped and the optimizer made.
         """
+        self._follow(trainer)
         restored = session.restore({"trainer": ""})
         if restored is None:
             return None
+        trainer.args.restore_callback_states_from_checkpoint = True
         self._is_restored = True
         folder = tempfile.mkdtemp(prefix="meshloom-")
         (Path(folder) / TRAINER_STATE_NAME).write_text(restored["trainer"])
@@ -69,9 +78,22 @@ class MeshloomCallback(TrainerCallback):
         **parts: Any,
     ) -> None:
         """Loads model, optimizer and scheduler."""
+        self._parts = parts
         if self._is_restored:
             session.restore(_state(state, parts))
             self._awaits_first_step = True
+
+    def on_epoch_begin(
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        **parts: Any,
+    ) -> None:
+        """Restores random numbers before a whole epoch draws of them."""
+        if self._awaits_first_step and _is_whole(state):
+            self._awaits_first_step = False
+            session.restore({"trainer": ""})
 
     def on_step_begin(
         self,
@@ -92,10 +114,21 @@ class MeshloomCallback(TrainerCallback):
         control: TrainerControl,
         **parts: Any,
     ) -> None:
-        """Reports the step, unless its loss is about to be logged; checkpoints; stops."""
+        """Reports the step, unless its loss is about to be logged."""
         if not control.should_log:
             session.report(state.global_step, of=state.max_steps, samples=_samples(args))
-            self._checkpoint(state, control, parts)
+        if not self._follows:  # the script has not called ``resume_from``
+            self._checkpoint(state, control, [])
+
+    def on_epoch_end(
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        **parts: Any,
+    ) -> None:
+        """What follows is done for the epoch."""
+        self._epoch_ends = True
 
     def on_log(
         self,
@@ -110,8 +143,6 @@ class MeshloomCallback(TrainerCallback):
         loss = numbers.pop("loss", None)
         of, samples = state.max_steps, _samples(args)
         session.report(state.global_step, of=of, loss=loss, samples=samples, **numbers)
-        if loss is not None:
-            self._checkpoint(state, control, parts)
 
     def on_prediction_step(
         self,
@@ -124,12 +155,33 @@ class MeshloomCallback(TrainerCallback):
         if state.global_step:
             session.report(state.global_step)
 
+    def _follow(self, trainer: Trainer) -> None:
+        """Has a checkpoint follow all that is done after a step: callbacks and schedulers hear of evaluations."""
+        log_and_evaluate = trainer._maybe_log_save_evaluate  # noqa: SLF001 no callback is called behind it
+
+        def then_checkpoint(*args: Any, **kwargs: Any) -> None:
+            log_and_evaluate(*args, **kwargs)
+            # That of an epoch's last step waits until the epoch has been evaluated.
+            if self._epoch_ends or not _is_whole(trainer.state):
+                self._epoch_ends = False
+                callbacks = trainer.callback_handler.callbacks
+                self._checkpoint(trainer.state, trainer.control, callbacks)
+
+        trainer._maybe_log_save_evaluate = then_checkpoint  # type: ignore[method-assign]  # noqa: SLF001 as above
+        self._follows = True
+
     def _checkpoint(
-        self, state: TrainerState, control: TrainerControl, parts: dict[str, Any]
+        self, state: TrainerState, control: TrainerControl, callbacks: Iterable[TrainerCallback]
     ) -> None:
+        kept = defaultdict(list)
+        for each in callbacks:
+            if isinstance(each, ExportableState):
+                kept[type(each).__name__].append(each.state())
+        states = cast("dict[str, Any]", state.stateful_callbacks)
+        states |= {name: found if len(found) > 1 else found[0] for name, found in kept.items()}
         is_last = state.global_step >= state.max_steps
         every = None if is_last else self._every
-        session.checkpoint(_state(state, parts), state.global_step, every=every)
+        session.checkpoint(_state(state, self._parts), state.global_step, every=every)
         if session.should_stop():
             control.should_training_stop = True
 
@@ -137,6 +189,11 @@ class MeshloomCallback(TrainerCallback):
 def _samples(args: TrainingArguments) -> int:
     """Of a step, over all ranks."""
     return int(args.train_batch_size * args.gradient_accumulation_steps * args.world_size)
+
+
+def _is_whole(state: TrainerState) -> bool:
+    """Whether the last step was that of an epoch's end."""
+    return float(state.epoch).is_integer()
 
 
 def _nothing(*_: Any, **__: Any) -> None:

@@ -87,3 +87,21 @@ def test_lightning_goes_on_with_its_callbacks_hooks_and_evaluations_within_an_ep
     after = {step: far for step, far in evaluated[2].items() if step > max(saved, 4)}
     assert after == {step: far for step, far in evaluated[1].items() if step in after}
     assert 9 in after
+
+
+@pytest.mark.parametrize("saved", [2, 3])
+def test_transformers_goes_on_with_its_callbacks_and_what_follows_evaluations(
+    ranks: Ranks, saved: int
+) -> None:
+    spec = JobSpec.model_validate(
+        {
+            "entrypoint": {"script": "hf_callbacks.py", "args": ["9"]},
+            "resources": {"ranks": 1, "device": "cpu"},
+        }
+    )
+    start = functools.partial(ranks.start, spec, 1, code=PROGRAMS, libraries=HUGGING_FACE)
+    first = start().succeeded()
+    assert sorted(first.losses()) == [1, 2, 3, 4, 5, 6]  # then evaluations have it stopped
+    source = first.committed(saved)
+    again = start(fence=2, resume_from=source.checkpoint_id).succeeded()
+    assert again.losses() == first.losses_after(saved)

@@ -9,7 +9,7 @@ from lightning.pytorch import Callback, LightningDataModule, LightningModule, Tr
 from lightning.pytorch.callbacks import EMAWeightAveraging
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
-from torchdata.stateful_dataloader import StatefulDataLoader
+from torchdata.stateful_dataloader import StatefulDataLoader  # type: ignore[import-untyped]  # it has no types
 
 from meshloom.integrations.lightning import MeshloomCallback
 
@@ -38,7 +38,7 @@ class Regression(LightningModule):
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         self.asked = checkpoint["asked"]
 
-    def configure_optimizers(self) -> dict[str, Any]:
+    def configure_optimizers(self) -> Any:  # noqa: ANN401 its kind has no public name
         optimizer = torch.optim.Adam(self.parameters(), lr=1e-1)
         # No evaluation is so much better than the one before.
         halving = torch.optim.lr_scheduler.ReduceLROnPlateau(
@@ -56,7 +56,7 @@ class Data(LightningDataModule):
         inputs = torch.randn(16, 4, generator=torch.Generator().manual_seed(1))
         self.samples = TensorDataset(inputs, inputs.sum(1, keepdim=True))
 
-    def train_dataloader(self) -> StatefulDataLoader[Any]:
+    def train_dataloader(self) -> StatefulDataLoader:
         return StatefulDataLoader(self.samples, batch_size=4, shuffle=True)
 
     def val_dataloader(self) -> DataLoader[Any]:
