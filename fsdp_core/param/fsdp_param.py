@@ -161,12 +161,12 @@ class FSDPParam:
                 not isinstance(self._unsharded, ExtendedParam)
                 or self._unsharded.dtype != self.compute_dtype
             ):
-                self.changes += 1
+                self._give_up_whole()
                 self._unsharded = ExtendedParam(self._extension_place(), self.compute_dtype)
             return self._unsharded
         known = self._unsharded
         if not isinstance(known, UnshardedParam) or known.flat.dtype != self.compute_dtype:
-            self.changes += 1
+            self._give_up_whole()
             self._unsharded = UnshardedParam(
                 self._flat_numel,
                 self._whole_from_flat,
@@ -310,8 +310,7 @@ class FSDPParam:
     def share_whole(self, memory: torch.Tensor | None) -> None:
         """Has modules compute in `memory`, which all ranks of the host share; None: in its own."""
         self._whole_memory = memory
-        self._unsharded = None
-        self.changes += 1
+        self._give_up_whole()
 
     def pieces(self, rows: Sequence[torch.Tensor]) -> list[tuple[torch.Tensor, torch.Tensor]]:
         """Of which copies the whole parameter is made.
@@ -430,6 +429,12 @@ class FSDPParam:
             hook(sharded)
 
     # -- Inside
+
+    def _give_up_whole(self) -> None:
+        """Another whole parameter is to follow, which has no part in what this one's gradient holds."""
+        self._unreduced.convert(self._computed, self.reduce_dtype or self.compute_dtype)
+        self._unsharded = None
+        self.changes += 1
 
     def _replace_local(self, padded: torch.Tensor) -> None:
         self._taken_over = self._seen(padded)

@@ -62,6 +62,11 @@ class UnreducedGrad:
             whole.grad = None
             self._sum = grad.to(dtype)
 
+    def convert(self, whole: nn.Parameter | None, dtype: torch.dtype) -> None:
+        """Keeps all of it in `dtype`, apart from `whole`, which is given up."""
+        grad = self.take(whole)
+        self._sum = None if grad is None else grad.to(dtype)
+
     def drop(self, whole: nn.Parameter | None) -> None:
         """Forgets it."""
         self._sum = None
@@ -244,8 +249,9 @@ class PartialReduce:
         """Adds what waits to `result`, and forgets it.
 
         Raises:
-            StateError: Gradients of parameters wait that the batch does not cover.
+            StateError: Gradients of parameters wait that the batch does not cover, or in another dtype.
         """
+        self._check_dtype(batch)
         for known in self._sums.pop(batch.reduce_dtype, ()):
             if known.is_like(batch):
                 result += known.total
@@ -258,6 +264,17 @@ class PartialReduce:
                     f"{[param.fqn for param in known.params]}, but this backward gave "
                     f"{[param.fqn for param in batch.params]}. Use the same parameters in every "
                     "microbatch, or leave set_agree_on_unused_params on."
+                )
+
+    def _check_dtype(self, batch: GradBatch) -> None:
+        # Sums of another dtype may be divided already, or not yet.
+        for dtype, sums in self._sums.items():
+            late = [p.fqn for known in sums for p in known.params if p in batch.params]
+            if late and dtype != batch.reduce_dtype:
+                raise StateError(
+                    f"Gradients of {late} wait for the all-reduce in {dtype}, but are reduced in "
+                    f"{batch.reduce_dtype} now. Convert a model between steps, not while "
+                    "set_requires_all_reduce(False) keeps gradients."
                 )
 
     def clear(self) -> None:

@@ -86,6 +86,7 @@ class OwnedParam(FSDPParam):
 
     def compute_with(self, unsharded: Unsharded) -> None:
         """Sets what is whole while modules compute."""
+        self._give_up_whole()
         self._unsharded = unsharded
 
     def whole_from_flat(self, flat: torch.Tensor) -> torch.Tensor:

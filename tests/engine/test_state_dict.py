@@ -6,22 +6,25 @@ import copy
 import io
 import pickle
 from dataclasses import replace
-from typing import cast
+from typing import Any, cast
 from weakref import ref
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
 
 from fsdp_core import MixedPrecisionPolicy, Owned, ShardedState, SharedMemoryPolicy, fully_shard
-from fsdp_core.errors import ArgumentError
+from fsdp_core.errors import ArgumentError, StateError
 from fsdp_core.options import PlacementFn
+from fsdp_core.param import owned_over
 from fsdp_core.param.grouping import charge_of
 from tests.engine.gang import Gangs, RankContext
 from tests.engine.models import Decoder, decoder, loss_of, tokens_of
 from tests.engine.sharded import backward_once, local, shard_decoder, state, states, unit
+from tests.engine.versus import full
 
 pytestmark = pytest.mark.ranks
 
@@ -193,6 +196,76 @@ def check_converted_part(ctx: RankContext, way: str, shared: SharedMemoryPolicy 
             for param in part.parameters():
                 nn.init.constant_(param, 0.25)
         dist.barrier()  # with one copy, others may not read before all have written
+
+
+@pytest.mark.parametrize(
+    ("case", "part"),
+    [
+        *((case, part) for case in ("gloo", "memory", "storage") for part in ("", "1")),
+        ("owned", ""),
+    ],
+)
+def test_gradients_that_wait_are_converted_with_their_parameters(
+    gangs: Gangs, case: str, part: str
+) -> None:
+    gangs(2).run(check_converted_grads, case, part)
+
+
+def check_converted_grads(ctx: RankContext, case: str, part: str) -> None:
+    """A microbatch that is not reduced, a conversion, and one that is: the sum of both."""
+    plain = nn.Sequential(nn.Linear(4, 5), nn.Linear(5, 2)).to(ctx.device)
+    for param in plain.parameters():
+        nn.init.constant_(param, 0.3)
+    model = copy.deepcopy(plain)
+    policies = {"memory": SharedMemoryPolicy(), "storage": SharedMemoryPolicy(share_storage=True)}
+    sharded: Any = fully_shard(
+        model,
+        mesh=ctx.mesh,
+        shard_placement_fn=matrices_owned_by_the_first if case == "owned" else None,
+        shared_memory=policies.get(case),
+    )
+    params = list(model.parameters())
+    for number in range(2):
+        sharded.set_requires_gradient_sync(number == 1)
+        x = ctx.batch(number, 3, 4)
+        for each in (plain, model):
+            torch.autograd.backward(each(x.to(next(each.parameters()).dtype)).square().mean())
+            if number == 0:
+                each.get_submodule(part).double()
+                if part:
+                    each[1].register_forward_pre_hook(lambda _, args: args[0].double())
+    for param, expected in zip(params, plain.parameters(), strict=True):
+        assert expected.grad is not None
+        dist.all_reduce(expected.grad, dist.ReduceOp.AVG)
+        grad = param.grad
+        assert grad is not None
+        if owned_over(param) is None:
+            torch.testing.assert_close(full(grad), expected.grad)
+        elif ctx.rank == 0:
+            torch.testing.assert_close(local(grad), expected.grad)
+
+
+def matrices_owned_by_the_first(param: nn.Parameter) -> Owned | None:
+    return Owned(0) if param.ndim > 1 else None
+
+
+def test_sums_that_wait_for_an_all_reduce_in_another_dtype_are_named(gangs: Gangs) -> None:
+    gangs(2).run(check_converted_sums)
+
+
+def check_converted_sums(ctx: RankContext) -> None:
+    grid = init_device_mesh(ctx.device.type, (2, 1), mesh_dim_names=("replicate", "shard"))
+    model: Any = fully_shard(nn.Linear(4, 2).to(ctx.device), mesh=grid)
+    x = ctx.batch(0, 3, 4)
+    model.set_requires_all_reduce(False)
+    torch.autograd.backward(model(x).sum())
+    model.double()
+    model.set_requires_all_reduce(True)
+    with pytest.raises(StateError, match=r"'weight'.* wait for the all-reduce in torch.float32"):
+        torch.autograd.backward(model(x.double()).sum())
+    model.reset_iter_state()
+    torch.autograd.backward(model(x.double()).sum())
+    assert model.weight.grad is not None
 
 
 def test_precision_policy_casts_compute_and_keeps_the_rest(gangs: Gangs) -> None:
