@@ -24,8 +24,8 @@ class MeshloomCallback(Callback):
 
     A checkpoint holds what Lightning's own has but hyperparameters: the module, optimizers and schedulers, the
     progress of the loops, the states of callbacks, data module and precision, and what hooks add
-    (``on_save_checkpoint``); beside it the states of random numbers. That of an epoch's last step is taken when all is
-    done for the epoch, validation included. Lightning restores the position within an epoch: exactly if the data
+    (``on_save_checkpoint``); beside it the states of random numbers. It is taken after the validation that is due at its
+    step, that of an epoch's last step when all is done for the epoch. Lightning restores the position within an epoch: exactly if the data
     loader has ``state_dict`` and ``load_state_dict`` (torchdata's ``StatefulDataLoader``), else from the beginning of
     the loader's order.
 
@@ -79,6 +79,7 @@ class _Last(Callback):
         self._loops: _Loops | None = None
         self._steps = 0
         self._awaits_epoch = False
+        self._awaits_validation = False
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         loops = _Loops(trainer)
@@ -113,11 +114,17 @@ class _Last(Callback):
         self._steps = trainer.global_step
         if trainer.is_last_batch:
             self._awaits_epoch = True
+        elif _validates_now(trainer):
+            self._awaits_validation = True
         else:
-            is_last = total is not None and self._steps >= total
-            self._save(trainer, pl_module, is_last=is_last)
+            self._save(trainer, pl_module)
         if session.should_stop():
             trainer.should_stop = True
+
+    def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        if self._awaits_validation:
+            self._awaits_validation = False
+            self._save(trainer, pl_module)
 
     def save_epoch(self, trainer: Trainer, module: LightningModule, *, is_last: bool) -> None:
         """Checkpoints after an epoch's last step, if that waits for it."""
@@ -130,9 +137,11 @@ class _Last(Callback):
         trainer: Trainer,
         module: LightningModule,
         *,
-        is_last: bool,
+        is_last: bool = False,
         is_whole_epoch: bool = False,
     ) -> None:
+        total = _total(trainer)
+        is_last = is_last or (total is not None and self._steps >= total)
         loops = _Loops(trainer, is_whole_epoch=is_whole_epoch)
         state = {"module": module, **_optimizers(trainer), "loops": loops}
         session.checkpoint(state, self._steps, every=None if is_last else self._every)
@@ -229,6 +238,14 @@ class _Nothing:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         pass
+
+
+def _validates_now(trainer: Trainer) -> bool:
+    """Whether a validation follows this step. By the clock (``val_check_interval`` as a time) ranks may differ."""
+    of_trainer: Any = trainer
+    loop = of_trainer.fit_loop
+    by_time = of_trainer._val_check_time_interval is not None  # noqa: SLF001 no public name says so
+    return not by_time and loop.epoch_loop._should_check_val_fx(loop._data_fetcher)  # noqa: SLF001 as above
 
 
 def _total(trainer: Trainer) -> int | None:

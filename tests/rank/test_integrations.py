@@ -62,13 +62,13 @@ def test_a_trainer_of_another_library_reports_and_goes_on_with_the_same_bits(
     assert "not restored" not in (ranks.root / "rank-0.log").read_text()
 
 
-@pytest.mark.parametrize("saved", [2, 4, 5])
+@pytest.mark.parametrize(("saved", "every"), [(2, 4), (4, 4), (5, 4), (2, 2), (3, 2), (6, 2)])
 def test_lightning_goes_on_with_its_callbacks_hooks_and_evaluations_within_an_epoch_and_at_its_end(
-    ranks: Ranks, saved: int
+    ranks: Ranks, saved: int, every: int
 ) -> None:
     spec = JobSpec.model_validate(
         {
-            "entrypoint": {"script": "lightning_callbacks.py", "args": ["9"]},
+            "entrypoint": {"script": "lightning_callbacks.py", "args": ["9", str(every)]},
             "resources": {"ranks": 1, "device": "cpu"},
         }
     )

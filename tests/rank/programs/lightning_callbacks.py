@@ -1,4 +1,4 @@
-"""Lightning's ``Trainer`` with all that its checkpoints hold beside a module. Argument: steps."""
+"""Lightning's ``Trainer`` with all that its checkpoints hold beside a module. Arguments: steps, batches between validations."""
 
 import sys
 import warnings
@@ -14,7 +14,7 @@ from torchdata.stateful_dataloader import StatefulDataLoader  # type: ignore[imp
 from meshloom.integrations.lightning import MeshloomCallback
 
 warnings.simplefilter("ignore")
-STEPS = int(sys.argv[1])
+STEPS, VALIDATED_EVERY = map(int, sys.argv[1:])
 
 
 class Regression(LightningModule):
@@ -96,6 +96,7 @@ def main() -> None:
         accelerator="cpu",
         devices=1,
         max_steps=STEPS,
+        val_check_interval=VALIDATED_EVERY,
         callbacks=[EMAWeightAveraging(decay=0.5), MeshloomCallback(every=1), Decay()],
         enable_checkpointing=False,
         enable_progress_bar=False,
