@@ -243,9 +243,11 @@ class _Nothing:
 def _validates_now(trainer: Trainer) -> bool:
     """Whether a validation follows this step. By the clock (``val_check_interval`` as a time) ranks may differ."""
     of_trainer: Any = trainer
-    loop = of_trainer.fit_loop
-    by_time = of_trainer._val_check_time_interval is not None  # noqa: SLF001 no public name says so
-    return not by_time and loop.epoch_loop._should_check_val_fx(loop._data_fetcher)  # noqa: SLF001 as above
+    steps = of_trainer.fit_loop.epoch_loop
+    is_by_time = of_trainer._val_check_time_interval is not None  # noqa: SLF001 no public name says so
+    is_due = steps._should_check_val_fx(of_trainer.fit_loop._data_fetcher)  # noqa: SLF001 as above
+    is_empty = steps.val_loop._combined_loader is not None and steps.val_loop.skip  # noqa: SLF001 as above
+    return is_due and not is_by_time and not is_empty
 
 
 def _total(trainer: Trainer) -> int | None:
