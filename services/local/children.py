@@ -1,7 +1,9 @@
 """Child processes that die with this one, and are started again when they die alone."""
 
 import asyncio
+import contextlib
 import ctypes
+import os
 import shutil
 import signal
 import subprocess
@@ -22,6 +24,9 @@ _SETTLED_S: Final = 10.0
 """One that has lived so long and ends again ends for another reason."""
 _FULL_BYTES: Final = 1 << 20
 """A disk with less room than this is called full: whatever ended for want of more has left some."""
+MOST_LOG_BYTES: Final = 64 << 20
+"""A log that is longer is started over; one older is kept beside it, as ``NAME.log.1``."""
+LOOK_EVERY_S: Final = 10.0
 _TAIL_BYTES: Final = 2_000
 CONFIGURATION_ERROR: Final = 2
 _console = Console(stderr=True, markup=False, emoji=False, highlight=False, soft_wrap=True)
@@ -93,10 +98,24 @@ class Child:
                 preexec_fn=die_with_parent,
             )
         try:
-            return await process.wait()
+            while True:
+                with contextlib.suppress(TimeoutError):
+                    async with asyncio.timeout(LOOK_EVERY_S):
+                        return await process.wait()
+                await asyncio.to_thread(self._start_long_log_over)
         finally:
             if process.returncode is None:
                 await _end(process)
+
+    def _start_long_log_over(self) -> None:
+        log = self._program.log
+        with contextlib.suppress(OSError):  # a full disk, or somebody has removed it
+            if log.stat().st_size > MOST_LOG_BYTES:
+                try:
+                    shutil.copyfile(log, log.with_name(f"{log.name}.1"))
+                finally:
+                    # The child appends: what it writes next is at the start. What it wrote since the copy is lost.
+                    os.truncate(log, 0)
 
     def _where_to_look(self) -> str:
         folder = self._program.log.parent
