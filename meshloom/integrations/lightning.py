@@ -10,9 +10,12 @@ Under plain ``torchrun`` or ``python`` the callback does nothing.
 
 import copy
 from collections.abc import Mapping
+from importlib.metadata import version
 from typing import Any, Final
 
+import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
+from torch.utils._pytree import keystr, tree_flatten_with_path, tree_map_only
 
 from meshloom import session
 
@@ -76,18 +79,19 @@ class _Last(Callback):
 
     def __init__(self, every: int) -> None:
         self._every = every
-        self._loops: _Loops | None = None
+        self._loops: _Resumed | None = None
         self._steps = 0
         self._awaits_epoch = False
         self._awaits_validation = False
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        loops = _Loops(trainer)
+        loops = _Resumed(trainer)
         if session.restore({**_optimizers(trainer), "loops": loops}) is not None:
             self._loops = loops
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._steps = trainer.global_step
+        self._awaits_epoch = False  # of an earlier fit, which an interrupt ended
         if self._loops is not None:
             self._loops.start()
             session.restore({"loops": _Nothing()})  # loaders have drawn random numbers to begin
@@ -162,10 +166,12 @@ class _Beside:
         saved = state.get(_BESIDE)
         if saved is None:  # an older version saved the loops alone
             return
-        own = dict.fromkeys(saved["weights"], module.state_dict())
-        checkpoint = {**saved["hooks"], **own}
+        progress = {key: each for key, each in state.items() if key != _BESIDE}
+        whole = _as_lightning_saves(trainer, progress, saved["callbacks"])
+        own = dict.fromkeys(saved["weights"], whole["state_dict"])
+        checkpoint = {**whole, **saved["hooks"], **own}
         module.on_load_checkpoint(checkpoint)
-        if trainer.datamodule is not None:
+        if trainer.datamodule is not None and saved["data"]:
             trainer.datamodule.load_state_dict(saved["data"])
         for callback in trainer.callbacks:
             callback.on_load_checkpoint(trainer, module, checkpoint)
@@ -176,52 +182,75 @@ class _Beside:
 
 
 class _Loops:
-    """The progress of the loops, and beside it all that ``_Beside`` takes back.
+    """The progress of the loops for a checkpoint, and beside it all that ``_Beside`` takes back.
 
     Args:
         trainer: Lightning's.
         is_whole_epoch: Whether all is done for the last epoch.
     """
 
-    def __init__(self, trainer: Trainer, *, is_whole_epoch: bool = False) -> None:
+    def __init__(self, trainer: Trainer, *, is_whole_epoch: bool) -> None:
         self._trainer: Any = trainer  # its types lack half of it
-        self.is_whole_epoch = is_whole_epoch
+        self._is_whole_epoch = is_whole_epoch
 
     def state_dict(self) -> dict[str, Any]:
         trainer, module = self._trainer, self._trainer.lightning_module
         progress = copy.deepcopy(trainer.fit_loop.state_dict())
-        if self.is_whole_epoch:  # the next one may have been counted as ready
+        if self._is_whole_epoch:  # the next one may have been counted as ready
             for counts in progress["epoch_progress"].values():
                 counts["ready"] = counts["completed"]
-        weights = module.state_dict()
+        states = {each.state_key: each.state_dict() for each in trainer.callbacks}
+        states = {key: state for key, state in states.items() if state}
+        whole = _as_lightning_saves(trainer, progress, states)
+        weights = whole["state_dict"]
         hooks: dict[str, Any] = {
+            **whole,
             "epoch": trainer.current_epoch,
             "global_step": trainer.global_step,
-            "state_dict": weights,
         }
-        states = {each.state_key: each.state_dict() for each in trainer.callbacks}
         for callback in trainer.callbacks:
             callback.on_save_checkpoint(trainer, module, hooks)
         module.on_save_checkpoint(hooks)
+        added = {
+            key: value
+            for key, value in hooks.items()
+            if value is not weights and (key not in whole or value is not whole[key])
+        }
+        data = {} if trainer.datamodule is None else trainer.datamodule.state_dict()
         beside = {
-            "is_whole_epoch": self.is_whole_epoch,
-            "callbacks": {key: state for key, state in states.items() if state},
-            "data": {} if trainer.datamodule is None else trainer.datamodule.state_dict(),
+            "is_whole_epoch": self._is_whole_epoch,
+            "callbacks": _of_the_first(trainer, states),
+            "data": _of_the_first(trainer, data),
             "precision": trainer.precision_plugin.state_dict(),
             "weights": [key for key, value in hooks.items() if value is weights],
-            "hooks": {key: value for key, value in hooks.items() if value is not weights},
+            "hooks": _of_the_first(trainer, added),
         }
         return {**progress, _BESIDE: beside}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        raise NotImplementedError  # ``_Resumed`` loads
+
+
+class _Resumed:
+    """Takes the progress of the loops back."""
+
+    def __init__(self, trainer: Trainer) -> None:
+        self._trainer: Any = trainer  # its types lack half of it
+        self._is_whole_epoch = False
+
+    def state_dict(self) -> dict[str, Any]:
+        """Of it nothing is filled in place, and hooks may lack what training brings."""
+        return {}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
         loop = self._trainer.fit_loop
         loop.load_state_dict({key: each for key, each in state.items() if key != _BESIDE})
-        self.is_whole_epoch = state.get(_BESIDE, {}).get("is_whole_epoch", False)
+        self._is_whole_epoch = state.get(_BESIDE, {}).get("is_whole_epoch", False)
         loop._restarting = True  # noqa: SLF001 its property says no at an epoch's end, and loaders lose their state
 
     def start(self) -> None:
         """After an epoch's end nothing of it is left to be done, and loaders begin again."""
-        if self.is_whole_epoch:
+        if self._is_whole_epoch:
             self._trainer.fit_loop.epoch_loop.restarting = False
             self._trainer.fit_loop.on_iteration_done()
 
@@ -248,6 +277,40 @@ def _validates_now(trainer: Trainer) -> bool:
     is_due = steps._should_check_val_fx(of_trainer.fit_loop._data_fetcher)  # noqa: SLF001 as above
     is_empty = steps.val_loop._combined_loader is not None and steps.val_loop.skip  # noqa: SLF001 as above
     return is_due and not is_by_time and not is_empty
+def _as_lightning_saves(
+    trainer: Any,
+    progress: Mapping[str, Any],
+    callbacks: Mapping[str, Any],
+) -> dict[str, Any]:
+    """What hooks find in a checkpoint of Lightning's own; of it nothing is saved twice."""
+    module = trainer.lightning_module
+    params = {module.CHECKPOINT_HYPER_PARAMS_KEY: dict(module.hparams)} if module.hparams else {}
+    return {
+        "pytorch-lightning_version": version("lightning"),
+        "state_dict": module.state_dict(),
+        "loops": {"fit_loop": dict(progress)},
+        "callbacks": dict(callbacks),
+        "optimizer_states": [each.state_dict() for each in trainer.optimizers],
+        "lr_schedulers": [config.scheduler.state_dict() for config in trainer.lr_scheduler_configs],
+        **params,
+    }
+
+
+def _of_the_first(trainer: Any, part: dict[str, Any]) -> dict[str, Any]:
+    """``part``, of the first rank where others have other tensors, as with metrics of each rank's own.
+
+    A checkpoint has what the first has, as one of Lightning's own does.
+    """
+    leaves, _ = tree_flatten_with_path(part)
+    tensors = [(keystr(path), each) for path, each in leaves if isinstance(each, torch.Tensor)]
+    outline = [(path, each.shape, each.dtype) for path, each in tensors]
+    is_alike = trainer.strategy.broadcast(outline) == outline
+    if trainer.strategy.reduce_boolean_decision(is_alike, all=True):
+        return part
+    if trainer.is_global_zero:
+        part = tree_map_only(torch.Tensor, lambda each: each.detach().cpu(), part)
+    first: dict[str, Any] = trainer.strategy.broadcast(part)
+    return first
 
 
 def _total(trainer: Trainer) -> int | None:

@@ -105,3 +105,20 @@ def test_transformers_goes_on_with_its_callbacks_and_what_follows_evaluations(
     source = first.committed(saved)
     again = start(fence=2, resume_from=source.checkpoint_id).succeeded()
     assert again.losses() == first.losses_after(saved)
+
+
+def test_what_callbacks_of_lightning_have_on_other_ranks_alone_is_that_of_the_first(
+    ranks: Ranks,
+) -> None:
+    spec = JobSpec.model_validate(
+        {
+            "entrypoint": {"script": "lightning_ranks.py", "args": ["4"]},
+            "resources": {"ranks": 2, "device": "cpu"},
+        }
+    )
+    first = ranks.start(spec, 2, code=PROGRAMS).succeeded()
+    source = first.committed(2)
+    again = ranks.start(
+        spec, 2, fence=2, resume_from=source.checkpoint_id, code=PROGRAMS
+    ).succeeded()
+    assert again.losses() == first.losses_after(2)
