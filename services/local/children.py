@@ -119,8 +119,9 @@ class Child:
 
     def _where_to_look(self) -> str:
         folder = self._program.log.parent
-        if shutil.disk_usage(folder).free < _FULL_BYTES:
-            return f"the disk of {folder} is full"
+        with contextlib.suppress(OSError):  # it may be gone
+            if shutil.disk_usage(folder).free < _FULL_BYTES:
+                return f"the disk of {folder} is full"
         return f"its log is {self._program.log}"
 
     def _last_words(self) -> str:

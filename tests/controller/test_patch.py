@@ -62,6 +62,16 @@ def test_an_event_tells_of_many_changes_the_first_and_counts_the_others() -> Non
     assert len(json.dumps([note.message, note.data])) < 6_000
 
 
+def test_an_event_counts_a_change_that_is_too_long_to_tell() -> None:
+    decision = play(
+        new_job(labels={"note": "\N{LONG RIGHTWARDS ARROW}" * 256}),
+        [ask(labels={"note": "\N{LONG LEFTWARDS ARROW}" * 256})],
+    )
+    (note,) = decision.notes
+    assert note.message == "changed on request: 1 too long to tell"
+    assert note.data == {"changed": {}, "left_out": 1}
+
+
 def test_whoever_patches_without_end_does_not_fill_redis(
     redis_url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -1,6 +1,7 @@
 """The processes that an owner keeps alive, and what they leave on its disk."""
 
 import asyncio
+import contextlib
 from pathlib import Path
 
 import psutil
@@ -41,3 +42,17 @@ def test_a_log_that_has_grown_too_long_is_started_over(
 
     asyncio.run(write())
     assert sorted(path.name for path in tmp_path.iterdir()) == ["writer.log", "writer.log.1"]
+
+
+def test_a_child_whose_folder_is_gone_is_tried_again(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    child = Child(Program("redis", ["true"], tmp_path / "gone" / "redis.log", {}))
+
+    async def run_for_a_while() -> None:
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(0.2):
+                await child.run()
+
+    asyncio.run(run_for_a_while())
+    assert "redis cannot be started" in capfd.readouterr().err

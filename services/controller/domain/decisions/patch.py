@@ -128,9 +128,9 @@ def _note(draft: Draft, changed: dict[str, list[object]]) -> None:
             more = {"left_out": len(changed) - len(told)}
             break
         told[place] = pair
-    words = "; ".join(f"{place[1:]} {_told(pair)}" for place, pair in told.items())
-    rest = "".join(f"; and {count} more" for count in more.values())
-    draft.note("job.patched", f"changed on request: {words}{rest}", changed=told, **more)
+    words = [f"{place[1:]} {_told(pair)}" for place, pair in told.items()]
+    words += [f"and {n} more" if told else f"{n} too long to tell" for n in more.values()]
+    draft.note("job.patched", f"changed on request: {'; '.join(words)}", changed=told, **more)
 
 
 def _told(pair: list[object]) -> str:
