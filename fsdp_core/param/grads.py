@@ -268,9 +268,10 @@ class PartialReduce:
 
     def _check_dtype(self, batch: GradBatch) -> None:
         # Sums of another dtype may be divided already, or not yet.
-        for dtype, sums in self._sums.items():
+        others = {d: sums for d, sums in self._sums.items() if d != batch.reduce_dtype}
+        for dtype, sums in others.items():
             late = [p.fqn for known in sums for p in known.params if p in batch.params]
-            if late and dtype != batch.reduce_dtype:
+            if late:
                 raise StateError(
                     f"Gradients of {late} wait for the all-reduce in {dtype}, but are reduced in "
                     f"{batch.reduce_dtype} now. Convert a model between steps, not while "
