@@ -277,6 +277,8 @@ def _validates_now(trainer: Trainer) -> bool:
     is_due = steps._should_check_val_fx(of_trainer.fit_loop._data_fetcher)  # noqa: SLF001 as above
     is_empty = steps.val_loop._combined_loader is not None and steps.val_loop.skip  # noqa: SLF001 as above
     return is_due and not is_by_time and not is_empty
+
+
 def _as_lightning_saves(
     trainer: Any,
     progress: Mapping[str, Any],

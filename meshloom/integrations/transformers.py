@@ -62,7 +62,7 @@ class MeshloomCallback(TrainerCallback):
         restored = session.restore({"trainer": ""})
         if restored is None:
             return None
-        trainer.args.restore_callback_states_from_checkpoint = True
+        _give_back(trainer.callback_handler.callbacks, json.loads(restored["trainer"]))
         self._is_restored = True
         folder = tempfile.mkdtemp(prefix="meshloom-")
         (Path(folder) / TRAINER_STATE_NAME).write_text(restored["trainer"])
@@ -184,6 +184,19 @@ class MeshloomCallback(TrainerCallback):
         session.checkpoint(_state(state, self._parts), state.global_step, every=every)
         if session.should_stop():
             control.should_training_stop = True
+
+
+def _give_back(callbacks: Iterable[TrainerCallback], state: dict[str, Any]) -> None:
+    """Of callbacks, in place: the trainer makes others of them, by arguments that a subclass may lack or a script has changed."""
+    saved = {
+        name: list(found) if isinstance(found, list) else [found]
+        for name, found in (state.get("stateful_callbacks") or {}).items()
+    }
+    for each in callbacks:
+        of_its_class = saved.get(type(each).__name__)
+        if isinstance(each, ExportableState) and of_its_class:
+            for name, value in of_its_class.pop(0).get("attributes", {}).items():
+                setattr(each, name, value)
 
 
 def _samples(args: TrainingArguments) -> int:

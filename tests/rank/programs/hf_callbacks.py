@@ -46,6 +46,13 @@ class Decay(transformers.TrainerCallback, ExportableState):
         return {"args": {}, "attributes": {"steps": self.steps}}
 
 
+class Patient(transformers.EarlyStoppingCallback):
+    """Is not made by the arguments that its class exports."""
+
+    def __init__(self) -> None:
+        super().__init__(5, 1.0)
+
+
 def main() -> None:
     transformers.set_seed(1)
     model = transformers.LlamaForCausalLM(
@@ -80,7 +87,7 @@ def main() -> None:
         ),
         train_dataset=Tokens(),
         eval_dataset=Tokens(),
-        callbacks=[callback, Decay(), transformers.EarlyStoppingCallback(5, 1.0)],
+        callbacks=[callback, Decay(), Patient()],
     )
     trainer.train(resume_from_checkpoint=callback.resume_from(trainer))
 
