@@ -199,9 +199,9 @@ class AgentDouble:
         )
         self._append(keys.job_logs(gang.job_id), line)
 
-    def saves(self, gang: LaunchGang, step: int, number: int = 2) -> str:
-        """Write, vote, wait for the command, link."""
-        name = self.votes(gang, step)
+    def saves(self, gang: LaunchGang, step: int, number: int = 2, **figures: object) -> str:
+        """Write, vote, wait for the command, link. ``figures`` are fields of each vote."""
+        name = self.votes(gang, step, **figures)
 
         def look() -> CommitCheckpoint | None:
             for command in self.commands():
@@ -221,7 +221,7 @@ class AgentDouble:
         )
         return name
 
-    def votes(self, gang: LaunchGang, step: int) -> str:
+    def votes(self, gang: LaunchGang, step: int, **figures: object) -> str:
         name = checkpoint_id(gang.job_id, step, gang.fence)
         about = {
             "job_id": gang.job_id,
@@ -235,7 +235,9 @@ class AgentDouble:
             shard = ShardFile(
                 rank=seat.rank, name=f"rank-{seat.rank}.bin", bytes=7, sha256="ab" * 32
             )
-            self.tell(CheckpointVoted.model_validate(about | {"shard": shard, "loss": 1.0}))
+            self.tell(
+                CheckpointVoted.model_validate(about | {"shard": shard, "loss": 1.0} | figures)
+            )
         return name
 
     def ends(self, gang: LaunchGang, step: int, **how: object) -> None:

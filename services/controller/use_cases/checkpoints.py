@@ -1,6 +1,7 @@
 """Looking at checkpoints, keeping them, having them read, deleting them."""
 
 from services.contract.api.views import CheckpointList, CheckpointView
+from services.contract.system.long_work import in_turns
 from services.contract.words.ids import job_of_checkpoint
 from services.contract.words.states import NodeState
 from services.controller.domain.decisions.history import Occurrence
@@ -29,7 +30,15 @@ async def list_checkpoints(ports: Ports, job_id: str) -> CheckpointList:
     newest_first = sorted(
         stored.job.checkpoints.values(), key=lambda c: (c.fence, c.step), reverse=True
     )
-    return CheckpointList(items=tuple(checkpoint_view(stored.job, c) for c in newest_first))
+    best = stored.job.best_checkpoint
+    return CheckpointList(
+        items=tuple(
+            [
+                checkpoint_view(stored.job, c, is_best=c is best)
+                async for c in in_turns(newest_first)
+            ]
+        )
+    )
 
 
 async def get_checkpoint(ports: Ports, checkpoint_id: str) -> CheckpointView:
@@ -107,7 +116,7 @@ def _view(job: Job, checkpoint_id: str) -> CheckpointView:
     known = job.checkpoints.get(checkpoint_id)
     if known is None:
         raise NotFoundError(f"there is no checkpoint {checkpoint_id}")
-    return checkpoint_view(job, known)
+    return checkpoint_view(job, known, is_best=known is job.best_checkpoint)
 
 
 async def _reader(ports: Ports, checkpoint_id: str) -> str:

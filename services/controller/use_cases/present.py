@@ -216,8 +216,8 @@ def diagnosis_view(
     )
 
 
-def checkpoint_view(job: Job, checkpoint: Checkpoint) -> CheckpointView:
-    """A checkpoint of a job."""
+def checkpoint_view(job: Job, checkpoint: Checkpoint, *, is_best: bool) -> CheckpointView:
+    """A checkpoint of a job. ``is_best``: it is ``job.best_checkpoint``, for which all are looked at."""
     return CheckpointView(
         id=checkpoint.id,
         job_id=checkpoint.job_id,
@@ -228,7 +228,7 @@ def checkpoint_view(job: Job, checkpoint: Checkpoint) -> CheckpointView:
         bytes=checkpoint.total_bytes,
         loss=checkpoint.loss,
         evaluation=checkpoint.evaluation,
-        best=checkpoint == job.best_checkpoint,
+        best=is_best,
         reason=checkpoint.reason,
         votes=len(checkpoint.votes),
         shards=tuple(

@@ -30,9 +30,13 @@ router = APIRouter(prefix="/v1", tags=["checkpoints"])
 
 
 @router.get("/jobs/{job_id}/checkpoints", response_model=CheckpointList, dependencies=[READS])
-async def list_checkpoints(job_id: str, request: Request, ports: WithPorts) -> Response:
+async def list_checkpoints(
+    job_id: str, request: Request, context: WithContext, asks: WithPrincipal
+) -> Response:
     """A job's checkpoints, newest first."""
-    return answer(request, await use_cases.list_checkpoints(ports, job_id))
+    async with context.turns.of(asks.subject):
+        found = await use_cases.list_checkpoints(context.ports, job_id)
+        return answer(request, found)
 
 
 @router.post(
