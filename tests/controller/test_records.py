@@ -272,6 +272,26 @@ def test_a_line_that_no_file_has_though_later_ones_are_there_is_kept(plane: Cont
     assert texts == {"later", "of a node that had not written it yet"}
 
 
+def test_entries_that_no_agent_writes_keep_nothing_from_being_put_together(
+    plane: ControlPlane,
+) -> None:
+    """Every user of an agent may add to what is there now."""
+    gang = trained(plane)
+    job_id = gang.job_id
+    held = {"logs": rows(plane.redis, keys.job_logs(job_id))}
+    forget(plane.redis, job_id)
+    plane.agent.writes(gang, 0, "since")
+    plane.redis.xadd(keys.job_logs(job_id), dict.fromkeys(map(str, range(5_000)), "x"))
+    answer_next_question(plane, job_id, held)
+    said = [line["text"] for line in plane.get(f"/v1/jobs/{job_id}/logs")["items"]]
+    assert said == ["hello", "since"]
+    forget(plane.redis, job_id)
+    plane.agent.writes(gang, 0, "since")
+    last_of_all = "-".join(["18446744073709551615"] * 2)
+    answer_next_question(plane, job_id, {"logs": [*held["logs"], (last_of_all, "{}")]})
+    assert plane.get(f"/v1/jobs/{job_id}/logs")["items"][0]["text"] == "hello"
+
+
 def test_what_is_brought_back_of_an_ended_job_goes_again(plane: ControlPlane) -> None:
     gang = trained(plane)
     job_id = gang.job_id

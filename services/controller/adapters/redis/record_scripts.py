@@ -72,7 +72,8 @@ PUT_TOGETHER: Final = """
 -- KEYS: who asked, that its records are whole, what was brought back of events, which ended jobs' records are back,
 -- then each stream behind what was brought back of it
 -- ARGV: how long it stays in s ('': the job has not ended), which this is, the most bytes of all that are back, for
--- how many s one stays in any case, then what the keys of one are called, the one that says that it is whole first
+-- how many s one stays in any case, how many entries of a stream are looked at, then what the keys of one are called,
+-- the one that says that it is whole first
 local function let_others_go()
   local time = redis.call('TIME')
   local now = time[1] * 1000000 + time[2]
@@ -81,7 +82,7 @@ local function let_others_go()
   local room, rows = tonumber(ARGV[3]), redis.call('ZREVRANGE', KEYS[4], 0, -1, 'WITHSCORES')
   for i = 1, #rows, 2 do
     local named = {}
-    for j = 5, #ARGV do
+    for j = 6, #ARGV do
       named[#named + 1] = string.format(ARGV[j], rows[i])
       local size = redis.pcall('MEMORY', 'USAGE', named[#named])
       room = room - (type(size) == 'number' and size or 0)
@@ -106,12 +107,16 @@ for i = 5, #KEYS, 2 do
   local back, here = KEYS[i], KEYS[i + 1]
   if redis.call('EXISTS', back) == 1 and redis.call('XLEN', back) > 0 then
     local left = redis.call('TTL', here)
+    -- Agents add what they like. What they write has one field; of thousands a script can make no entry.
+    redis.pcall('XTRIM', here, 'MAXLEN', ARGV[5])
     local rows = redis.pcall('XRANGE', here, '-', '+')
     for _, row in ipairs(rows.err and {} or rows) do
-      if #redis.call('XRANGE', back, row[1], row[1]) == 0 then
+      if #row[2] == 2 and #redis.call('XRANGE', back, row[1], row[1]) == 0 then
         local added = redis.pcall('XADD', back, row[1], unpack(row[2]))
         -- Another node's, which is in no file yet though what came later is.
-        if type(added) ~= 'string' then redis.call('XADD', back, '*', unpack(row[2])) end
+        if type(added) ~= 'string' then added = redis.pcall('XADD', back, '*', unpack(row[2])) end
+        -- Behind the last of all ids nothing can be.
+        if type(added) ~= 'string' and not string.find(added.err, 'exhausted') then return added end
       end
     end
     redis.call('RENAME', back, here)

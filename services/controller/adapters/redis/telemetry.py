@@ -347,6 +347,7 @@ class RedisTelemetry:
                             here,
                             keys.RECALLED_BYTES,
                             keys.RECALLED_STAYS_S,
+                            STEPS.most,
                             *(to("%s") for to in (keys.job_records, *(to for _, to in _RECORDS))),
                         ],
                     )
