@@ -51,10 +51,21 @@ def _answer(
 
 
 async def answer_page(
-    request: Request, page: JobPage | QueueView, *, headers: dict[str, str] | None = None
+    request: Request,
+    page: JobPage | QueueView,
+    *,
+    headers: dict[str, str] | None = None,
+    fields: set[str] | None = None,
 ) -> Response:
-    """As ``answer``, of a list of many or large items: others have their turn between them."""
-    items = [_text(item) async for item in in_turns(page.items)]
+    """As ``answer``, of a list of many or large items: others have their turn between them.
+
+    ``fields``: only these of each item; None: all.
+    """
+
+    def text(item: BaseModel) -> str:
+        return _text(item) if fields is None else item.model_dump_json(include=fields)
+
+    items = [text(item) async for item in in_turns(page.items)]
     rest = page.model_dump_json(exclude={"items"})[1:-1]
     body = f'{{"items":[{",".join(items)}]{"," if rest else ""}{rest}}}'.encode()
     return _answer(request, body, headers=headers)

@@ -20,7 +20,6 @@ from services.contract.api.views import (
     SparseJobPage,
     StopRequest,
 )
-from services.contract.system.long_work import in_turns
 from services.contract.words.problems import Fault, Problem, first_faults
 from services.contract.words.states import JobState
 from services.controller.api.conditional import answer, answer_page, next_link, revisions_matched
@@ -127,11 +126,7 @@ async def list_jobs(  # noqa: PLR0913 one parameter a filter
     async with context.turns.of(asks.subject):
         page = await use_cases.list_jobs(context.ports, wanted, cursor, limit, sort, fields=names)
         headers = next_link(request, page.next_cursor)
-        if names is None:
-            return await answer_page(request, page, headers=headers)
-        items = [job.model_dump(mode="json", include=names) async for job in in_turns(page.items)]
-    sparse = SparseJobPage(items=tuple(items), next_cursor=page.next_cursor)
-    return answer(request, sparse, headers=headers)
+        return await answer_page(request, page, headers=headers, fields=names)
 
 
 @router.get("/{job_id}", response_model=JobView, dependencies=[READS])
