@@ -234,6 +234,19 @@ def test_what_nobody_asked_for_is_not_taken_for_what_was_brought_back(
     assert "forged" not in json.dumps(plane.get(f"/v1/jobs/{job_id}/events"))
 
 
+def test_an_answer_that_is_longer_than_any_question_is_not_kept(plane: ControlPlane) -> None:
+    """What is kept of it is read whenever somebody looks, and may have 16 MiB."""
+    gang = trained(plane)
+    job_id = gang.job_id
+    forget(plane.redis, job_id)
+    plane.agent.trains(gang, [6])
+    for _ in range(2):
+        assert plane.client.get(f"/v1/jobs/{job_id}/metrics").status_code == 200
+        long = "x" * 100_000
+        plane.redis.hset(keys.recalled(job_id), mapping={"asked": long, "done": long})
+    assert not plane.redis.exists(keys.job_records(job_id))
+
+
 def test_what_was_brought_back_and_what_came_since_are_one_curve(plane: ControlPlane) -> None:
     gang = trained(plane)
     job_id = gang.job_id

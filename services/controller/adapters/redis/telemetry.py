@@ -64,6 +64,7 @@ _RECENT_S: Final = 1.0
 _LEFT_ALONE_S: Final = 3.0
 # An agent has so long to bring back what storage has; then somebody may ask again.
 _ASKED_S: Final = 60
+_LONGEST_QUESTION: Final = 64
 # Where records are brought back to, and where they belong.
 _RECORDS: Final = (
     (keys.recalled_steps, keys.job_steps),
@@ -309,8 +310,9 @@ class RedisTelemetry:
             commands = ("HMGET", "asked", "done"), ("TTL",)
             said, left_s = await self._answers(self._told.reads, keys.recalled(name), *commands)
             asked, done = said or (None, None)
-            # One that lives for ever is no controller's: any agent may write it.
-            if asked is None or asked != done or left_s < 0:
+            # One that lives for ever, or is long, is no controller's: any agent may write it. It is kept, and each
+            # request that reads records reads it.
+            if asked is None or asked != done or left_s < 0 or len(asked) > _LONGEST_QUESTION:
                 return False
             size: int | None = await self._told.reads.memory_usage(
                 keys.recalled_events(name), samples=0
