@@ -171,6 +171,30 @@ def test_what_a_rank_puts_there_is_passed_over_and_waited_for_by_nobody(root: Pa
     assert stored(root) == steps(1, 3) | steps(4, 4, fence=2)
 
 
+def test_nothing_is_read_of_what_follows_a_closed_file(root: Path) -> None:
+    """A terabyte of zeros takes no room, and days to read."""
+    part(root).append(steps(1, 3).items())
+    close(root, JOB, STEPS, {})
+    os.truncate(records_folder(root, JOB) / "steps.jsonl.gz", 1 << 40)
+    assert stored(root) == steps(1, 3)
+    close(root, JOB, STEPS, steps(4, 4))
+    assert stored(root) == steps(1, 4)
+
+
+def test_a_closed_file_that_holds_no_text_is_read_no_further_than_any_other(
+    root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(record_files, "_MOST_READ", 10_000)
+    closed = records_folder(root, JOB) / "steps.jsonl.gz"
+    closed.parent.mkdir()
+    whole = gzip.compress("".join(line_of(*entry) for entry in steps(1, 2).items()).encode())
+    header, empty_block = whole[:10], b"\0\0\0\xff\xff"
+    closed.write_bytes(header + empty_block * 100 + whole[10:])
+    assert stored(root) == steps(1, 2)
+    closed.write_bytes(header + empty_block * 10_000 + whole[10:])
+    assert stored(root) == {}
+
+
 def test_nothing_is_written_for_a_job_that_was_purged(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError):
         part(tmp_path).append(steps(1, 1).items())
