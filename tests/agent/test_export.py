@@ -346,6 +346,21 @@ def test_a_tensor_of_more_rows_than_are_ever_written_is_refused(
         exporting.export(tmp_path, JOB, NAME, 1 << 20)
 
 
+def test_tensors_of_more_rows_than_their_bytes_take_time_for_are_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No tensor has too many; together they would keep the node from other exports for a day."""
+    monkeypatch.setattr(exporting, "_ANY_RUNS", 39)
+    halves: list[dict[str, tuple[tuple[int, ...], Box]]] = [
+        {f"model.{n}": ((5, 2), ((0, column), (5, 1))) for n in range(4)} for column in range(2)
+    ]
+    commit(tmp_path, halves)
+    with pytest.raises(IncompleteError, match="40 rows of 160 bytes"):
+        exporting.export(tmp_path, JOB, NAME, 1 << 20)
+    monkeypatch.setattr(exporting, "_BYTES_A_RUN", 160)
+    assert exporting.export(tmp_path, JOB, NAME, 1 << 20).reason is None
+
+
 @given(st.data())
 def test_the_runs_of_a_box_are_its_elements_in_order(data: st.DataObject) -> None:
     whole = data.draw(st.lists(st.integers(1, 4), max_size=4))

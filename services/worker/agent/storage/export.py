@@ -52,6 +52,10 @@ _GROUP_READS: Final = 0o050
 _MOST_HEADER: Final = 100_000_000
 _MOST_MEMORY: Final = 4 << 30
 _MOST_RUNS: Final = 1 << 28
+# Of all tensors: each takes microseconds, and the node exports and verifies nothing else meanwhile. Rows of
+# real models are longer, so these are as many as their bytes take time for.
+_ANY_RUNS: Final = 1 << 26
+_BYTES_A_RUN: Final = 256
 _MOST_BOXES: Final = 1 << 16  # of a tensor: one a rank
 _MOST_DIMS: Final = 64  # as PyTorch has
 _LONGEST_REASON: Final = 2_000
@@ -213,6 +217,7 @@ def _contents(
             raise IncompleteError(
                 f"{name}: the shards hold a part of it twice, and another not at all"
             )
+    _refuse_short_rows([*itertools.chain(*(tensors.values() for tensors in kinds.values()))])
     if not kinds[_MODEL]:
         raise IncompleteError("the shards hold no tensor of a model")
     return {kind: tensors for kind, tensors in kinds.items() if tensors}, beside
@@ -242,6 +247,25 @@ def _refuse_shared_bytes(shard: str, header: Mapping[str, Any]) -> None:
         if start < filled:
             raise IncompleteError(f"arrays of {shard} share bytes of it")
         filled = max(filled, end)
+
+
+def _refuse_short_rows(tensors: Sequence[Whole]) -> None:
+    """Refuse tensors that would be written byte by byte, for a day.
+
+    Raises:
+        IncompleteError: They have far more rows than tensors of as many bytes have.
+    """
+    size = sum(tensor.total_bytes for tensor in tensors)
+    rows = sum(
+        math.prod(piece.shape[: _split_axis(tensor.shape, piece.shape)])
+        for tensor in tensors
+        for piece in tensor.pieces
+        if piece.content
+    )
+    if rows > _ANY_RUNS + size // _BYTES_A_RUN:
+        raise IncompleteError(
+            f"the shards hold {rows} rows of {size} bytes together, too short ones"
+        )
 
 
 def _overlap(pieces: Sequence[Piece]) -> bool:
