@@ -47,6 +47,7 @@ from services.worker.agent.storage.bucket_files import BucketFiles
 from services.worker.agent.storage.job_storage import Storage, purge
 from services.worker.agent.storage.journal import Journal
 from services.worker.agent.storage.loading import Loading
+from services.worker.agent.storage.record_files import records_folder
 from services.worker.agent.storage.storage_watch import look, watch_storage
 from tests.agent.conftest import JOB, NODE, launch
 from tests.agent.shared_storage.places import CONTENT, NODES, PART, SHARD, Place, commit, verify
@@ -509,6 +510,26 @@ def test_records_reach_the_bucket_each_time_they_are_written(bucket: Place) -> N
         writing.cancel()
 
     asyncio.run(write())
+
+
+@pytest.mark.timeout(60)
+def test_records_that_a_rank_has_grown_are_not_uploaded_and_keep_no_others(bucket: Place) -> None:
+    storage = bucket.on("node-1")
+    storage.open_attempt(launch(1))
+    record = StepRecord(step=1, fence=1, loss=1.0, tokens_per_s=1.0, step_time_s=1.0)
+    folder = records_folder(storage.root, JOB)
+
+    async def write() -> None:
+        journal = Journal(storage.files, "node-1.a", every_s=3600.0)
+        for fence in (1, 2):
+            journal.take(JOB, fence, {"steps": [record]}, {"steps": f"{fence}-0"})
+        await journal.flush()
+        os.truncate(folder / "steps.0001.node-1.a.jsonl", 1 << 40)
+        await journal.publish()
+
+    asyncio.run(write())
+    names = {name for name in bucket.names() if name.startswith("records/")}
+    assert names == {"records/steps.0002.node-1.a.jsonl"}
 
 
 def test_how_far_a_checkpoint_is_loaded_is_told_and_the_loading_ends_on_demand(

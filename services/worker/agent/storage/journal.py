@@ -13,7 +13,7 @@ import structlog
 from services.contract.messages.base import Message
 from services.contract.system.cancellation import end_if_told
 from services.worker.agent.host.reserve import in_storage_thread
-from services.worker.agent.storage.record_files import KINDS, EntryId, Part
+from services.worker.agent.storage.record_files import KINDS, EntryId, Part, publish
 from services.worker.agent.storage.shared_files import SharedFiles, as_shared
 
 FLUSH_S: Final = 5.0
@@ -118,7 +118,7 @@ class Journal:
             self._unpublished.discard(path)
             try:
                 if path.exists():  # else it was closed
-                    self._files.publish(path)
+                    publish(self._files, path)
             except OSError as error:
                 self._unpublished.add(path)
                 _log.warning("records_not_published", path=str(path), why=str(error))

@@ -33,6 +33,7 @@ from services.contract.messages.telemetry import LogLine, MetricRecord, StepReco
 from services.contract.redis import redis_keys
 from services.contract.storage.commit_chain import DRAFT_PREFIX
 from services.contract.system.durable import append_plain, open_plain, sync_folder
+from services.worker.agent.storage.shared_files import SharedFiles
 
 PART_BYTES: Final = 64 << 20
 """A file that is longer is started over; what it held until then is kept beside it, once."""
@@ -53,6 +54,8 @@ _MOST_READ_OF_ALL: Final = 8 * _MOST_READ
 # So much counts each line that is read: a MiB of compressed empty lines would take a minute. Every second line of
 # ours is a record, so a file of ours is read whole.
 _SHORTEST_LINE: Final = 64
+# What is closed may take four bytes a character.
+_MOST_PUBLISHED: Final = 4 * CLOSED_BYTES
 _GZIP_ALONE: Final = 16 + zlib.MAX_WBITS
 _log = structlog.get_logger()
 
@@ -149,6 +152,22 @@ def is_closed(name: str) -> bool:
 def records_folder(root: Path, job_id: str) -> Path:
     """Where the files of a job lie."""
     return root / job_id / "records"
+
+
+def publish(files: SharedFiles, path: Path) -> None:
+    """Have all nodes see a file of records, or that there is none. Blocking.
+
+    One that is longer than any of ours stays where it is: a rank may have grown it, and a bucket would take a
+    terabyte of holes.
+
+    Raises:
+        OSError: The storage refuses, or the file grows meanwhile.
+    """
+    size = path.lstat().st_size if os.path.lexists(path) else None
+    if size is not None and size > _MOST_PUBLISHED:
+        _log.error("records_too_long", file=str(path), bytes=size)
+        return
+    files.publish(path, size=size)
 
 
 @dataclass(frozen=True)

@@ -27,6 +27,7 @@ from services.worker.agent.storage.record_files import (
     Kind,
     close,
     is_closed,
+    publish,
     read_entries,
     records_folder,
 )
@@ -117,9 +118,9 @@ class RecordKeeper:
         """Have all nodes see what was closed, then no longer what it was made of."""
         after = _names(folder)
         for name in filter(is_closed, sorted(after)):
-            self._files.publish(folder / name)
+            publish(self._files, folder / name)
         for name in sorted(before - after):
-            self._files.publish(folder / name)
+            publish(self._files, folder / name)
 
     async def _recall(self, command: RecallRecords) -> None:
         """Bring back what storage has; whoever asked waits for it."""
