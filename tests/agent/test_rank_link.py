@@ -63,9 +63,13 @@ class Heard:
             try:
                 left = left[self.write(left) :]
             except BlockingIOError:
-                self.link.hear()
+                self._hear()
         for _ in range(2 + len(content) // 4096):
-            self.link.hear()
+            self._hear()
+
+    def _hear(self) -> None:
+        self.link.look()
+        self.link.hear()
 
 
 def heard(content: bytes, mask: Mask = NOTHING_MASKED) -> Heard:
@@ -227,6 +231,7 @@ class Clock:
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     clock = Clock()
     monkeypatch.setattr(rank_link, "time", clock)
+    monkeypatch.setattr(RankLink, "_rests_until", 0.0)
     return clock
 
 
@@ -266,6 +271,31 @@ def test_however_fast_a_rank_writes_valid_lines_few_are_heard_and_it_is_at_no_fa
         assert len(heard.link._unread) < 16_384
 
     in_loop(course)
+
+
+def test_after_a_line_that_took_long_no_rank_is_heard_for_as_long(clock: Clock) -> None:
+    """A dozen ranks with a megabyte each would keep the loop from renewing the node's lease."""
+
+    class Slow(Mask):
+        def message(self, line: bytes) -> bytes:
+            clock.now += 0.4
+            return line
+
+    async def run() -> None:
+        with Heard(mask=Slow({})) as slow, Heard() as other:
+            for each in (slow, other):
+                each.write(FINISHED)
+                each.link.hear()
+            assert (len(slow.messages), len(other.messages)) == (1, 0)
+            for later_s, messages in ((0.3, 0), (0.2, 1)):
+                clock.now += later_s
+                other.link.look()
+                other.link.hear()
+                assert len(other.messages) == messages
+            for each in (slow, other):
+                each.link.close()
+
+    asyncio.run(run())
 
 
 def test_a_paused_pipe_is_not_read_and_goes_on_afterwards(clock: Clock) -> None:

@@ -14,7 +14,7 @@ import struct
 import termios
 import time
 from collections.abc import Callable
-from typing import Final
+from typing import ClassVar, Final
 
 from pydantic import ValidationError
 
@@ -28,6 +28,8 @@ _READ_BYTES: Final = 16_384
 _BYTES_A_LINE: Final = 16_384
 READ_BYTES_PER_S: Final = 1 << 20
 _MOST_ALLOWED: Final = 8 * READ_BYTES_PER_S
+# To take the secrets out of a line of a megabyte may take half a second, and a user may have many ranks.
+_LONG_S: Final = 0.05
 _PIPE_BYTES: Final = 16 * os.sysconf("SC_PAGE_SIZE")  # of a pipe as the kernel makes it
 _COUNT: Final = struct.Struct("i")
 
@@ -42,6 +44,9 @@ class RankLink:
             follow "rank 1 …"; nothing is heard any more then.
         mask: Takes secrets out of what it says.
     """
+
+    _rests_until: ClassVar[float] = 0.0
+    """Until then none is heard: what one rank said took long, and the loop has more to do, such as the node's lease."""
 
     def __init__(
         self,
@@ -70,8 +75,13 @@ class RankLink:
         """Take in some of what is there now, if the allowance is not used up."""
         if self.closed or self._is_waiting:
             return
-        self._take(self._receive(_READ_BYTES))
-        if self._allowance <= 0 and not self.closed:
+        began = now = time.monotonic()
+        if not self._must_wait(began):
+            self._take(self._receive(_READ_BYTES))
+            now = time.monotonic()
+            if now - began > _LONG_S:
+                RankLink._rests_until = now + (now - began)
+        if self._must_wait(now) and not self.closed:
             self._is_waiting = True
             asyncio.get_running_loop().remove_reader(self._end.reading)
 
@@ -93,7 +103,7 @@ class RankLink:
         grown = (now - self._counted_at) * READ_BYTES_PER_S
         self._allowance = min(self._allowance + grown, _MOST_ALLOWED)
         self._counted_at = now
-        waits = pauses or self._allowance <= 0
+        waits = pauses or self._must_wait(now)
         if self.closed or waits is self._is_waiting:
             return
         self._is_waiting = waits
@@ -101,6 +111,9 @@ class RankLink:
             asyncio.get_running_loop().remove_reader(self._end.reading)
         else:
             asyncio.get_running_loop().add_reader(self._end.reading, self.hear)
+
+    def _must_wait(self, now: float) -> bool:
+        return self._allowance <= 0 or now < RankLink._rests_until
 
     def send(self, order: RankOrder) -> None:
         """Give an order; a rank that is gone, or reads nothing for ages, misses it."""
