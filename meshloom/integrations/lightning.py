@@ -15,6 +15,7 @@ from typing import Any, Final
 
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.trainer.states import TrainerFn
 from torch.utils._pytree import keystr, tree_flatten_with_path, tree_map_only
 
 from meshloom import session
@@ -85,13 +86,15 @@ class _Last(Callback):
         self._awaits_validation = False
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._awaits_epoch = self._awaits_validation = (
+            False  # of an earlier fit, which an error ended
+        )
         loops = _Resumed(trainer)
         if session.restore({**_optimizers(trainer), "loops": loops}) is not None:
             self._loops = loops
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._steps = trainer.global_step
-        self._awaits_epoch = False  # of an earlier fit, which an interrupt ended
         if self._loops is not None:
             self._loops.start()
             session.restore({"loops": _Nothing()})  # loaders have drawn random numbers to begin
@@ -126,7 +129,7 @@ class _Last(Callback):
             trainer.should_stop = True
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        if self._awaits_validation:
+        if self._awaits_validation and trainer.state.fn is TrainerFn.FITTING:
             self._awaits_validation = False
             self._save(trainer, pl_module)
 

@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import fcntl
 import json
+import math
 import os
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -27,6 +28,14 @@ from services.contract.words.ids import checkpoint_id
 from services.worker.agent.ranks import rank_link
 from services.worker.agent.ranks.rank_link import RankLink
 from tests.agent.conftest import JOB
+
+
+@pytest.fixture(autouse=True)
+def never_rests(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing takes long, however busy the machine is; but where a test says what does."""
+    monkeypatch.setattr(rank_link, "LONG_S", math.inf)
+    monkeypatch.setattr(RankLink, "_rests_until", 0.0)
+
 
 FINISHED = b'{"kind":"rank_finished","step":3,"drained":false}\n'
 
@@ -273,16 +282,14 @@ def test_however_fast_a_rank_writes_valid_lines_few_are_heard_and_it_is_at_no_fa
     in_loop(course)
 
 
-def test_after_a_line_that_took_long_no_rank_is_heard_for_as_long(clock: Clock) -> None:
+def test_after_a_line_that_took_long_no_rank_is_heard_for_as_long(
+    clock: Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A dozen ranks with a megabyte each would keep the loop from renewing the node's lease."""
-
-    class Slow(Mask):
-        def message(self, line: bytes) -> bytes:
-            clock.now += 0.4
-            return line
+    monkeypatch.setattr(rank_link, "LONG_S", 0.05)
 
     async def run() -> None:
-        with Heard(mask=Slow({})) as slow, Heard() as other:
+        with Heard(mask=slow_mask(clock, 0.4)) as slow, Heard() as other:
             for each in (slow, other):
                 each.write(FINISHED)
                 each.link.hear()
@@ -296,6 +303,42 @@ def test_after_a_line_that_took_long_no_rank_is_heard_for_as_long(clock: Clock) 
                 each.link.close()
 
     asyncio.run(run())
+
+
+def test_ranks_whose_lines_take_long_do_not_keep_others_from_being_heard(
+    clock: Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(rank_link, "LONG_S", 0.05)
+
+    async def run() -> None:
+        with Heard(mask=slow_mask(clock, 0.07)) as slow, Heard() as other:
+            written = {slow.link: 0, other.link: 0}
+            for _ in range(100):
+                clock.now += 0.1
+                for each in (slow, other):
+                    each.link.look()
+                for each in (slow, other):  # in the order in which they were started
+                    if len(each.messages) == written[each.link]:
+                        written[each.link] += 1
+                        each.write(FINISHED)
+                    each.link.hear()
+            assert 7 < len(slow.messages) < 30, "what it had saved up, and a sixteenth of the time"
+            assert len(other.messages) > 70
+            for each in (slow, other):
+                each.link.close()
+
+    asyncio.run(run())
+
+
+def slow_mask(clock: Clock, line_s: float) -> Mask:
+    """One that takes so long for a line."""
+
+    class Slow(Mask):
+        def message(self, line: bytes) -> bytes:
+            clock.now += line_s
+            return line
+
+    return Slow({})
 
 
 def test_a_paused_pipe_is_not_read_and_goes_on_afterwards(clock: Clock) -> None:

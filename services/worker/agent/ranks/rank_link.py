@@ -29,7 +29,11 @@ _BYTES_A_LINE: Final = 16_384
 READ_BYTES_PER_S: Final = 1 << 20
 _MOST_ALLOWED: Final = 8 * READ_BYTES_PER_S
 # To take the secrets out of a line of a megabyte may take half a second, and a user may have many ranks.
-_LONG_S: Final = 0.05
+LONG_S: Final = 0.05
+# More is a host that stood still. A second counts as 16 MiB that were read: else the first of many such ranks would be
+# the first after each rest, and others never be heard.
+_MOST_CHARGED_S: Final = 0.5
+_CHARGED_BYTES_PER_S: Final = 16 * READ_BYTES_PER_S
 _PIPE_BYTES: Final = 16 * os.sysconf("SC_PAGE_SIZE")  # of a pipe as the kernel makes it
 _COUNT: Final = struct.Struct("i")
 
@@ -79,8 +83,10 @@ class RankLink:
         if not self._must_wait(began):
             self._take(self._receive(_READ_BYTES))
             now = time.monotonic()
-            if now - began > _LONG_S:
-                RankLink._rests_until = now + (now - began)
+            took_s = min(now - began, _MOST_CHARGED_S)
+            if took_s > LONG_S:
+                RankLink._rests_until = now + took_s
+                self._allowance -= took_s * _CHARGED_BYTES_PER_S
         if self._must_wait(now) and not self.closed:
             self._is_waiting = True
             asyncio.get_running_loop().remove_reader(self._end.reading)

@@ -264,7 +264,8 @@ def _refuse_short_rows(tensors: Sequence[Whole]) -> None:
     )
     if rows > _ANY_RUNS + size // _BYTES_A_RUN:
         raise IncompleteError(
-            f"the shards hold {rows} rows of {size} bytes together, too short ones"
+            f"the shards hold {rows} rows of {size} bytes together, too short ones to be exported; a job that "
+            "is cloned to fewer ranks, or shards other dimensions, saves longer ones"
         )
 
 
