@@ -2,6 +2,8 @@
 
 import functools
 import json
+from collections import defaultdict
+from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
@@ -62,9 +64,9 @@ def test_a_trainer_of_another_library_reports_and_goes_on_with_the_same_bits(
     assert "not restored" not in (ranks.root / "rank-0.log").read_text()
 
 
-@pytest.mark.parametrize(("saved", "every"), [(2, 4), (4, 4), (5, 4), (2, 2), (3, 2), (6, 2)])
+@pytest.mark.parametrize(("every", "resumed"), [(4, [2, 4, 5]), (2, [2, 3, 6])])
 def test_lightning_goes_on_with_its_callbacks_hooks_and_evaluations_within_an_epoch_and_at_its_end(
-    ranks: Ranks, saved: int, every: int
+    ranks: Ranks, every: int, resumed: list[int]
 ) -> None:
     spec = JobSpec.model_validate(
         {
@@ -74,24 +76,28 @@ def test_lightning_goes_on_with_its_callbacks_hooks_and_evaluations_within_an_ep
     )
     first = ranks.start(spec, 1, code=PROGRAMS).succeeded()
     assert [vote.step for vote in first.of_kind(0, RankVote)] == list(range(1, 10))
-    source = first.committed(saved)
-    again = ranks.start(
-        spec, 1, fence=2, resume_from=source.checkpoint_id, code=PROGRAMS
-    ).succeeded()
-    assert again.losses() == first.losses_after(saved)
-    evaluated: dict[int, dict[int, float]] = {1: {}, 2: {}}
+    sources = {saved: first.committed(saved).checkpoint_id for saved in resumed}
+    for fence, (saved, source) in enumerate(sources.items(), start=2):
+        again = ranks.start(spec, 1, fence=fence, resume_from=source, code=PROGRAMS).succeeded()
+        assert again.losses() == first.losses_after(saved)
+        evaluated = _evaluated(ranks)
+        after = {step: far for step, far in evaluated[fence].items() if step > max(saved, 4)}
+        assert after == {step: far for step, far in evaluated[1].items() if step in after}
+        assert 9 in after
+
+
+def _evaluated(ranks: Ranks) -> Mapping[int, Mapping[int, float]]:
+    """What validations found, by attempt and step."""
+    found: dict[int, dict[int, float]] = defaultdict(dict)
     for line in (ranks.root / "metrics.jsonl").read_text().splitlines():
         point = json.loads(line)
         if "far" in point:
-            evaluated[point["attempt"]][point["step"]] = point["far"]
-    after = {step: far for step, far in evaluated[2].items() if step > max(saved, 4)}
-    assert after == {step: far for step, far in evaluated[1].items() if step in after}
-    assert 9 in after
+            found[point["attempt"]][point["step"]] = point["far"]
+    return found
 
 
-@pytest.mark.parametrize("saved", [2, 3])
 def test_transformers_goes_on_with_its_callbacks_and_what_follows_evaluations(
-    ranks: Ranks, saved: int
+    ranks: Ranks,
 ) -> None:
     spec = JobSpec.model_validate(
         {
@@ -102,9 +108,10 @@ def test_transformers_goes_on_with_its_callbacks_and_what_follows_evaluations(
     start = functools.partial(ranks.start, spec, 1, code=PROGRAMS, libraries=HUGGING_FACE)
     first = start().succeeded()
     assert sorted(first.losses()) == [1, 2, 3, 4, 5, 6]  # then evaluations have it stopped
-    source = first.committed(saved)
-    again = start(fence=2, resume_from=source.checkpoint_id).succeeded()
-    assert again.losses() == first.losses_after(saved)
+    sources = {saved: first.committed(saved).checkpoint_id for saved in (2, 3)}
+    for fence, (saved, source) in enumerate(sources.items(), start=2):
+        again = start(fence=fence, resume_from=source).succeeded()
+        assert again.losses() == first.losses_after(saved)
 
 
 def test_what_callbacks_of_lightning_have_on_other_ranks_alone_is_that_of_the_first(
