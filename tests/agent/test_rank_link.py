@@ -288,21 +288,18 @@ def test_after_a_line_that_took_long_no_rank_is_heard_for_as_long(
     """A dozen ranks with a megabyte each would keep the loop from renewing the node's lease."""
     monkeypatch.setattr(rank_link, "LONG_S", 0.05)
 
-    async def run() -> None:
-        with Heard(mask=slow_mask(clock, 0.4)) as slow, Heard() as other:
-            for each in (slow, other):
-                each.write(FINISHED)
-                each.link.hear()
-            assert (len(slow.messages), len(other.messages)) == (1, 0)
-            for later_s, messages in ((0.3, 0), (0.2, 1)):
-                clock.now += later_s
-                other.link.look()
-                other.link.hear()
-                assert len(other.messages) == messages
-            for each in (slow, other):
-                each.link.close()
+    def course(slow: Heard, other: Heard) -> None:
+        for each in (slow, other):
+            each.write(FINISHED)
+            each.link.hear()
+        assert (len(slow.messages), len(other.messages)) == (1, 0)
+        for later_s, messages in ((0.3, 0), (0.2, 1)):
+            clock.now += later_s
+            other.link.look()
+            other.link.hear()
+            assert len(other.messages) == messages
 
-    asyncio.run(run())
+    beside_a_slow_one(clock, 0.4, course)
 
 
 def test_ranks_whose_lines_take_long_do_not_keep_others_from_being_heard(
@@ -310,35 +307,38 @@ def test_ranks_whose_lines_take_long_do_not_keep_others_from_being_heard(
 ) -> None:
     monkeypatch.setattr(rank_link, "LONG_S", 0.05)
 
-    async def run() -> None:
-        with Heard(mask=slow_mask(clock, 0.07)) as slow, Heard() as other:
-            written = {slow.link: 0, other.link: 0}
-            for _ in range(100):
-                clock.now += 0.1
-                for each in (slow, other):
-                    each.link.look()
-                for each in (slow, other):  # in the order in which they were started
-                    if len(each.messages) == written[each.link]:
-                        written[each.link] += 1
-                        each.write(FINISHED)
-                    each.link.hear()
-            assert 7 < len(slow.messages) < 30, "what it had saved up, and a sixteenth of the time"
-            assert len(other.messages) > 70
+    def course(slow: Heard, other: Heard) -> None:
+        written = {slow.link: 0, other.link: 0}
+        for _ in range(100):
+            clock.now += 0.1
             for each in (slow, other):
-                each.link.close()
+                each.link.look()
+            for each in (slow, other):  # in the order in which they were started
+                if len(each.messages) == written[each.link]:
+                    written[each.link] += 1
+                    each.write(FINISHED)
+                each.link.hear()
+        assert 7 < len(slow.messages) < 30, "what it had saved up, and a sixteenth of the time"
+        assert len(other.messages) > 70
 
-    asyncio.run(run())
+    beside_a_slow_one(clock, 0.07, course)
 
 
-def slow_mask(clock: Clock, line_s: float) -> Mask:
-    """One that takes so long for a line."""
+def beside_a_slow_one(clock: Clock, line_s: float, course: Callable[[Heard, Heard], None]) -> None:
+    """Run ``course`` with a link of whose lines each takes so long, and another."""
 
     class Slow(Mask):
         def message(self, line: bytes) -> bytes:
             clock.now += line_s
             return line
 
-    return Slow({})
+    async def run() -> None:
+        with Heard(mask=Slow({})) as slow, Heard() as other:
+            course(slow, other)
+            for each in (slow, other):
+                each.link.close()
+
+    asyncio.run(run())
 
 
 def test_a_paused_pipe_is_not_read_and_goes_on_afterwards(clock: Clock) -> None:

@@ -21,10 +21,10 @@ SAMPLES = 4
 SAVED = 4
 
 
-def job(program: str, ranks: int) -> JobSpec:
+def job(program: str, ranks: int, *args: int) -> JobSpec:
     return JobSpec.model_validate(
         {
-            "entrypoint": {"script": f"{program}.py", "args": [str(STEPS), "2"]},
+            "entrypoint": {"script": f"{program}.py", "args": [str(each) for each in args]},
             "resources": {"ranks": ranks, "device": "cpu"},
         }
     )
@@ -43,7 +43,7 @@ def test_a_trainer_of_another_library_reports_and_goes_on_with_the_same_bits(
 ) -> None:
     start = functools.partial(
         ranks.start,
-        job(program, world),
+        job(program, world, STEPS, 2),
         world,
         code=PROGRAMS,
         libraries=() if program == "lightning_trainer" else HUGGING_FACE,
@@ -68,12 +68,7 @@ def test_a_trainer_of_another_library_reports_and_goes_on_with_the_same_bits(
 def test_lightning_goes_on_with_its_callbacks_hooks_and_evaluations_within_an_epoch_and_at_its_end(
     ranks: Ranks, every: int, resumed: list[int]
 ) -> None:
-    spec = JobSpec.model_validate(
-        {
-            "entrypoint": {"script": "lightning_callbacks.py", "args": ["9", str(every)]},
-            "resources": {"ranks": 1, "device": "cpu"},
-        }
-    )
+    spec = job("lightning_callbacks", 1, 9, every)
     first = ranks.start(spec, 1, code=PROGRAMS).succeeded()
     assert [vote.step for vote in first.of_kind(0, RankVote)] == list(range(1, 10))
     sources = {saved: first.committed(saved).checkpoint_id for saved in resumed}
@@ -99,12 +94,7 @@ def _evaluated(ranks: Ranks) -> Mapping[int, Mapping[int, float]]:
 def test_transformers_goes_on_with_its_callbacks_and_what_follows_evaluations(
     ranks: Ranks,
 ) -> None:
-    spec = JobSpec.model_validate(
-        {
-            "entrypoint": {"script": "hf_callbacks.py", "args": ["9"]},
-            "resources": {"ranks": 1, "device": "cpu"},
-        }
-    )
+    spec = job("hf_callbacks", 1, 9)
     start = functools.partial(ranks.start, spec, 1, code=PROGRAMS, libraries=HUGGING_FACE)
     first = start().succeeded()
     assert sorted(first.losses()) == [1, 2, 3, 4, 5, 6]  # then evaluations have it stopped
@@ -117,12 +107,7 @@ def test_transformers_goes_on_with_its_callbacks_and_what_follows_evaluations(
 def test_what_callbacks_of_lightning_have_on_other_ranks_alone_is_that_of_the_first(
     ranks: Ranks,
 ) -> None:
-    spec = JobSpec.model_validate(
-        {
-            "entrypoint": {"script": "lightning_ranks.py", "args": ["4"]},
-            "resources": {"ranks": 2, "device": "cpu"},
-        }
-    )
+    spec = job("lightning_ranks", 2, 4)
     first = ranks.start(spec, 2, code=PROGRAMS).succeeded()
     source = first.committed(2)
     again = ranks.start(
