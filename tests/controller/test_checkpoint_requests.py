@@ -19,6 +19,7 @@ from services.contract.storage.manifests import DamagedRecord
 from services.contract.words.ids import checkpoint_id, new_job_id
 from services.contract.words.states import CheckpointState, ExitReason, JobState
 from services.controller.domain.errors import NotFoundError, StateConflictError
+from services.controller.domain.job.checkpoint import MOST_KEPT, MOST_SHARDS
 from services.controller.domain.job.events import (
     CancelAsked,
     ExportAsked,
@@ -201,6 +202,31 @@ def test_retention_keeps_the_last_verified_one_pinned_ones_and_those_of_other_jo
     job = play(job, [let_go, unpin, verified(job, 60), *saved(job, 70, number=8)]).job
     kept = {step for step, state in states(job).items() if state is CheckpointState.COMMITTED}
     assert kept == {60, 70}
+
+
+@pytest.mark.parametrize("ranks", [1, 64, 1 << 16])
+def test_of_any_number_that_keep_last_names_a_record_has_room_for_so_many(ranks: int) -> None:
+    job = with_saved(10, checkpoint={"keep_last": 1_000_000_000})
+    (one,) = job.checkpoints.values()
+    votes = dict.fromkeys(range(ranks), next(iter(one.votes.values())))
+    most = min(MOST_KEPT, MOST_SHARDS // ranks)
+    numbered = {
+        name: one.model_copy(update={"id": name, "step": step, "number": step, "votes": votes})
+        for step in range(10, most + 10)
+        for name in [named(job, step)]
+    }
+    full = job.model_copy(update={"checkpoints": numbered})
+    after = play(full, saved(full, most + 10, number=most + 10)).job
+    kept = [s for s, state in states(after).items() if state is CheckpointState.COMMITTED]
+    assert len(kept) == most
+    assert max(kept) == most + 10
+
+    pinned = {name: c.model_copy(update={"pinned": True}) for name, c in numbered.items()}
+    full = play(
+        job.model_copy(update={"checkpoints": pinned}), saved(full, most + 10, number=most + 10)
+    ).job
+    with pytest.raises(StateConflictError, match="no room for more: unpin some"):
+        play(full, [PinAsked(named(job, most + 10))])
 
 
 def test_retention_counts_only_what_the_job_may_go_on_from() -> None:

@@ -210,6 +210,32 @@ def test_how_the_first_rank_ended_tells_the_class(
     assert found.advice
 
 
+def test_of_thousands_of_ranks_that_failed_a_record_keeps_the_errors_of_some() -> None:
+    exits = tuple(
+        NodeExit(
+            node_id=NODE,
+            exit=RankExit(
+                rank=rank,
+                pid=4,
+                order=rank,
+                step=2,
+                phase="FORWARD",
+                exit_code=1,
+                error="\1" * 4096,
+            ),
+        )
+        for rank in range(2000)
+    )
+    attempt = Attempt(
+        fence=1, world_size=2000, incarnations={NODE: "life"}, started_ms=NOW, exits=exits
+    )
+    failure = retry.first_failure(attempt)
+    found = diagnose.of_end(attempt, retry.cause(attempt, failure), failure)
+    assert found is not None
+    assert len(found.model_dump_json()) < 100_000
+    assert found.evidence[-1] == f"and {2000 - len(found.evidence) + 1} more"
+
+
 def newest(job: Job) -> Diagnosis:
     found = job.attempts[-1].diagnosis
     assert found is not None

@@ -31,7 +31,8 @@ from services.contract.words.bounds import MOST_ATTEMPTS, MOST_WHOLE
 from services.contract.words.ids import checkpoint_id, new_job_id
 from services.contract.words.states import CheckpointState, JobState
 from services.controller.domain.decisions.dispatch import decide, first_decision, was_told_to_load
-from services.controller.domain.decisions.recovery import MOST_FOUND, found_again
+from services.controller.domain.decisions.recovery import found_again
+from services.controller.domain.job.checkpoint import MOST_KEPT
 from services.controller.domain.job.effects import Decision
 from services.controller.domain.job.events import (
     ExportAsked,
@@ -486,9 +487,9 @@ def test_of_a_job_that_is_found_so_many_checkpoints_are_kept() -> None:
         }
         return found(job).model_copy(update={"manifests": manifests})
 
-    newest = told(11, MOST_FOUND + 5)
+    newest = told(11, MOST_KEPT + 5)
     kept = found_again(newest, NOW).job
-    assert len(kept.checkpoints) == MOST_FOUND
-    assert checkpoint_id(job.id, MOST_FOUND + 15, 1) in kept.checkpoints
+    assert len(kept.checkpoints) == MOST_KEPT
+    assert checkpoint_id(job.id, MOST_KEPT + 15, 1) in kept.checkpoints
     after = decide(kept, FoundInStorage(told(1, 10), {}), NOW).job
     assert after.checkpoints.keys() == kept.checkpoints.keys()

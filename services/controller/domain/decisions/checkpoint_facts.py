@@ -312,7 +312,9 @@ def _retire(draft: Draft) -> None:
     surplus = checkpoints.to_retire(line, abandoned, job.spec.checkpoint, protected)
     stuck = [c for c in everything if _is_stuck(c, attempt, draft.now_ms)][:_STUCK_RESENT]
     count = min(job.spec.checkpoint.keep_last, _KEPT_NAMED)
-    kept = tuple(c.id for c in checkpoints.newest(line, abandoned, count))
+    given_up = {c.id for c in surplus}
+    newest = checkpoints.newest(line, abandoned, count)
+    kept = tuple(c.id for c in newest if c.id not in given_up)
     for checkpoint in [*stuck, *surplus]:
         _put(draft, checkpoints.deleting(checkpoint, draft.now_ms))
         command = RetireCheckpoint(

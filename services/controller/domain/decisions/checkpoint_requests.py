@@ -25,11 +25,19 @@ def on_pin(event: PinAsked, draft: Draft) -> None:
 
     Raises:
         NotFoundError: The job has no such checkpoint.
-        StateConflictError: It is not committed, or is being deleted, alone or with all others.
+        StateConflictError: It is not committed, or is being deleted, alone or with all others; or so
+            many are pinned that the job's record has no room for more.
     """
     known = _kept(draft.job, event.checkpoint_id, "pinned or unpinned")
     if known.pinned == event.pin:
         return
+    if event.pin:
+        pinned = [c for c in draft.job.checkpoints.values() if c.pinned]
+        if checkpoints.room_for(len(c.votes) for c in [*pinned, known]) <= len(pinned):
+            raise StateConflictError(
+                f"{len(pinned)} checkpoints of {draft.job.id} are pinned, and there is no room for more: unpin some, "
+                "or export what is to be kept"
+            )
     _put(draft, known.model_copy(update={"pinned": event.pin}))
     verb = "pinned" if event.pin else "unpinned"
     draft.note(

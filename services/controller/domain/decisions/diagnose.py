@@ -15,8 +15,10 @@ Of ranks that stand still the first of these that holds decides:
    told, the one that they wait for may be on another.
 """
 
+import json
 import signal
 from collections.abc import Mapping, Sequence
+from itertools import accumulate
 from typing import Final
 
 from services.contract.messages.facts import AGENT_DIED, OLDER_COPY, ExitStanding
@@ -47,6 +49,7 @@ _COLLECTIVE_CODE: Final = ("torch/distributed/", "fsdp_core/comm/", "worker/rank
 _FRAMES_LOOKED_AT: Final = 6
 _STOPPED: Final = frozenset("Tt")
 _ASLEEP_IN_THE_KERNEL: Final = "D"
+_EVIDENCE_BYTES: Final = 64 << 10
 _BY_HAND: Final = frozenset({signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGHUP})
 
 _ENDS_AS_ASKED: Final = frozenset(
@@ -123,7 +126,7 @@ def of_end(attempt: Attempt, reason: ExitReason, failure: Failure | None) -> Dia
     if attempt.oom_kills:
         evidence.append(f"the kernel killed {attempt.oom_kills} process(es): out of memory")
     evidence += [
-        f"rank {entry.exit.rank}: {entry.exit.error}"
+        f"rank {entry.exit.rank}: {_first_line(entry.exit.error)}"
         for entry in sorted(attempt.exits, key=lambda e: e.exit.order)
         if entry.exit.error and (failure is None or entry.exit.rank != failure.rank)
     ]
@@ -314,8 +317,12 @@ def _told_by(failure: Failure) -> str:
 
 def _told(failure: Failure) -> str:
     if failure.error is not None:
-        return failure.error.strip().partition("\n")[0][:300]
+        return _first_line(failure.error)
     return f"signal {failure.signal}" if failure.signal else f"exit code {failure.exit_code}"
+
+
+def _first_line(error: str) -> str:
+    return error.strip().partition("\n")[0][:300]
 
 
 def _at(rank: RankFinding) -> str:
@@ -349,6 +356,14 @@ def _diagnosis(
         rank=rank,
         node_id=node_id,
         summary=summary,
-        evidence=tuple(evidence),
+        evidence=_as_far_as_there_is_room(evidence),
         advice=advice or _ADVICE[kind],
     )
+
+
+def _as_far_as_there_is_room(evidence: Sequence[str]) -> tuple[str, ...]:
+    """The first lines, and how many there are besides: the record of a job keeps them of each attempt."""
+    sizes = accumulate(len(json.dumps(line)) for line in evidence)
+    kept = sum(total <= _EVIDENCE_BYTES for total in sizes)
+    more = len(evidence) - kept
+    return (*evidence[:kept], f"and {more} more") if more else tuple(evidence)

@@ -23,9 +23,6 @@ FOUND_AGAIN = "found again in storage"
 ADOPTED_WITHIN_MS: Final = 20_000
 """For so long a job that was meant to run waits for its ranks. Agents that live have told of them by
 then; ranks of a node that is cut off are fenced by the next attempt."""
-MOST_FOUND: Final = 8_192
-"""So many checkpoints a job has after what storage tells. Whoever may tell of jobs could tell of any number, and all
-are read with the job."""
 _DAMAGED: Final = (
     "records of its commit chain cannot be read, and without them it would start over: restore them, "
     "or resume it to do so"
@@ -189,7 +186,11 @@ def _with_checkpoints(job: Job, fact: JobFound, now_ms: int) -> Job:
     """The job with an index of what its chain commits; what is new to it is pinned."""
     book = dict(job.checkpoints)
     new = sorted(n for n, manifest in fact.manifests.items() if manifest.checkpoint_id not in book)
-    left_out = set(new[: max(len(book) + len(new) - MOST_FOUND, 0)])
+    # Whoever may tell of jobs could tell of any number of checkpoints.
+    shards = [len(c.votes) for c in book.values()]
+    shards += [len(fact.manifests[number].shards) for number in reversed(new)]
+    room = max(checkpoints.room_for(shards) - len(book), 0)
+    left_out = set(new[: len(new) - room])
     committed = {c.id for c in book.values() if c.state == CheckpointState.COMMITTED}
     # A storage that was restored from an older copy may have only what retention has removed since. It is told of
     # before the launch that is to load another one; at other times a fact may be older than a removal.

@@ -7,6 +7,7 @@ an agent reports wins over everything that was thought before, whatever its fenc
 """
 
 from collections.abc import Iterable
+from itertools import accumulate, islice
 from typing import Final, Literal
 
 from pydantic import Field
@@ -23,6 +24,9 @@ LINKED_STATES: Final = frozenset(
     {CheckpointState.COMMITTED, CheckpointState.CORRUPT, CheckpointState.DELETING}
 )
 """Their manifest stands in the chain."""
+# The record of a job is read as a whole, by all users of the controller in turn.
+MOST_KEPT: Final = 8_192
+MOST_SHARDS: Final = 65_536
 
 
 class Export(Record):
@@ -222,9 +226,9 @@ def to_retire(
 ) -> tuple[Checkpoint, ...]:
     """Which committed checkpoints retention gives up: abandoned ones, then the oldest commits.
 
-    The ``keep_last`` (at least 1) of the line that were committed last stay; so do the best ones of
-    the line by ``keep_best``, the last verified one, those that are pinned, and the ``protected``
-    ones. What the job would never go on from is kept only while the line leaves room for it.
+    The ``keep_last`` (at least 1) of the line that were committed last stay, as far as there is `room_for` them;
+    so do the best ones of the line by ``keep_best``, the last verified one, those that are pinned, and the
+    ``protected`` ones. What the job would never go on from is kept only while the line leaves room for it.
 
     Args:
         line: Those from which the job may go on.
@@ -237,11 +241,22 @@ def to_retire(
         protected |= {c.id for c in best_of(line, wanted.keep_best)}
     verified_last = last_verified(line) or last_verified(abandoned)
     committed = _in_order(line, abandoned)
+    kept = room_for(len(c.votes) for c in reversed(committed[-wanted.keep_last :]))
     return tuple(
         c
-        for c in committed[: -wanted.keep_last]
+        for c in committed[:-kept]
         if c.id not in protected and c != verified_last and not c.pinned
     )
+
+
+def room_for(shards: Iterable[int]) -> int:
+    """How many checkpoints a job's record has room for, beside those that are kept for other reasons; at least 1.
+
+    Args:
+        shards: How many each of them has, the newest first.
+    """
+    totals = islice(accumulate(shards), MOST_KEPT)
+    return max(sum(total <= MOST_SHARDS for total in totals), 1)
 
 
 def newest(

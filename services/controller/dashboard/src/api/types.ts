@@ -1,6 +1,6 @@
 // Written by `npm run types` from tests/controller/openapi.json; not to be edited.
-// document aaf82dddcea2eb4bf3297aa0ef53cf03f1a74db7ddf6855ae85160d249f56513
-// types 0d8d91247ba9294c83fe18e124ff350ecacf04f8051f52bb043ffd937ecf415b
+// document 9f6875e1414e3a6b6dddd208a8b9ee3766902a7862df2e5fc74ed64ff55c6b5f
+// types 8ca036c762107a14e6000c451a7b75ab3a70961b9b1b854767dbff220f71b210
 
 export type paths = Record<string, never>;
 export type webhooks = Record<string, never>;
@@ -202,7 +202,7 @@ export interface components {
             keep_best?: components["schemas"]["KeepBestSpec"] | null;
             /**
              * Keep Last
-             * @description How many of the newest committed checkpoints retention keeps.
+             * @description How many of the newest committed checkpoints retention keeps: at most 8,192, and no more than have 65,536 shards (one for each rank) together.
              * @default 2
              */
             keep_last: number;
