@@ -14,12 +14,12 @@ from pathlib import Path
 import pytest
 
 from services.contract.storage import commit_chain
+from services.contract.storage.chain_heads import Head, Record
 from services.contract.storage.commit_chain import (
     MOST_USELESS,
     ChainError,
     CommitChain,
     FencedError,
-    Record,
 )
 from services.contract.storage.manifests import (
     AttemptOpened,
@@ -389,7 +389,7 @@ def test_other_names_are_passed_over_and_a_pipe_in_place_of_a_record_is_not_wait
     for name in ("1x.json", "9" * 8 + ".json", "9" * 30 + ".json", "notes.json"):
         (folder / name).touch()
     reading = chain.read()
-    assert reading.records == {1: opened(1)}
+    assert reading.heads == {1: Head.of(opened(1))}
     assert [record.number for record in reading.damaged] == [2]
 
 

@@ -118,7 +118,7 @@ def test_each_commit_of_a_copy_has_its_shards_while_checkpoints_are_made_and_ret
             retire(chain, alive.pop(KEPT // 2))
 
     with meanwhile(commit_and_retire):
-        until(lambda: len(chain.read().records) > 3 * KEPT)
+        until(lambda: len(chain.read().heads) > 3 * KEPT)
         for number in range(10):
             assert save(redis, storage, backup / str(number)) == 1
     newest = []
@@ -606,7 +606,7 @@ def test_a_bucket_is_saved_whole_while_checkpoints_come_and_go(
 
     train(1)
     with meanwhile(train_for_a_while):
-        until(lambda: len(chain.read().records) > KEPT)
+        until(lambda: len(chain.read().heads) > KEPT)
         assert save(redis, bucket.address, backup) == 1
     (manifest,) = CommitChain(backup / "checkpoints", JOB).committed()[-1:]
     for shard in manifest.shards:

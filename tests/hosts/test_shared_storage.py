@@ -52,7 +52,7 @@ def test_records_of_two_hosts_that_write_at_once_take_a_number_each(
     hosts: tuple[Path, Path],
 ) -> None:
     for root in hosts:  # each has looked where nothing was yet
-        assert CommitChain(root, JOB).read().records == {}
+        assert CommitChain(root, JOB).read().heads == {}
     CommitChain(hosts[0], JOB).append(AttemptOpened(job_id=JOB, fence=1))
     spawn = multiprocessing.get_context("spawn")
     steps = (range(0, STEPS, 2), range(1, STEPS, 2))
@@ -66,7 +66,7 @@ def test_records_of_two_hosts_that_write_at_once_take_a_number_each(
     assert [writer.exitcode for writer in writers] == [0, 0]
     reading = CommitChain(hosts[0].parent / "real", JOB).read()
     assert not reading.damaged
-    assert list(reading.records) == list(range(1, len(reading.records) + 1))
+    assert list(reading.heads) == list(range(1, len(reading.heads) + 1))
     assert {each.step for each in reading.committed.values()} == set(range(STEPS))
 
 

@@ -23,11 +23,18 @@ import os
 import re
 import secrets
 import stat
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
+from services.contract.storage.chain_heads import (
+    Head,
+    Look,
+    Record,
+    committed_numbers,
+    name_of,
+)
 from services.contract.storage.manifests import (
     AttemptOpened,
     CheckpointDeleted,
@@ -43,7 +50,6 @@ from services.contract.system.durable import (
     open_plain_in,
     own_folder,
     read_plain,
-    says_nothing_of_the_file,
     sync_folder,
     write_new,
 )
@@ -61,7 +67,6 @@ _ALL_READ: Final = 0o644
 _ALL_READ_AND_ENTER: Final = 0o755
 DRAFT_PREFIX: Final = ".draft-"
 FOLDER_RECORDS: Final = FolderRecords()
-Record = Manifest | AttemptOpened | CheckpointDeleted
 
 
 class ChainError(Exception):
@@ -77,29 +82,22 @@ class ChainReading:
     """What a chain says.
 
     Attributes:
-        records: By number, in order; those that can be read.
+        heads: Of its records, by number, in order; those that can be read.
         damaged: The numbers that are taken and cannot be read.
         fence: The highest that has opened the chain; 0 without any.
+        committed: The committed checkpoints that were not deleted since, oldest first, by number; empty if
+            only heads were asked for.
     """
 
-    records: Mapping[int, Record]
+    heads: Mapping[int, Head]
     damaged: tuple[DamagedRecord, ...]
     fence: int
+    committed: Mapping[int, Manifest]
 
     @property
-    def committed(self) -> Mapping[int, Manifest]:
-        """The committed checkpoints that were not deleted since, oldest first, by number."""
-        alive: dict[str, tuple[int, Manifest]] = {}
-        for number, record in self.records.items():
-            if isinstance(record, Manifest):
-                alive[record.checkpoint_id] = (number, record)
-            elif isinstance(record, CheckpointDeleted):
-                alive.pop(record.checkpoint_id, None)
-        return dict(alive.values())
-
-    def number_of(self, record: Record) -> int | None:
-        """Where ``record`` stands; None where it does not."""
-        return next((number for number, known in self.records.items() if known == record), None)
+    def next_number(self) -> int:
+        """Behind what was read, damage included: a number that was taken is never used again."""
+        return len(self.heads) + len(self.damaged) + 1
 
 
 class CommitChain:
@@ -132,41 +130,63 @@ class CommitChain:
         Raises:
             OSError: The folder is there and cannot be listed, a record may not be read, or the storage does not answer.
         """
-        reading, unread = self._reading()
-        if unread is not None:
-            raise unread
-        return reading
+        return self._reading(with_manifests=True)
 
-    def _reading(self) -> tuple[ChainReading, PermissionError | None]:
-        """What can be read, and why a record is not among it that is no damaged one: this user may not read it."""
+    def number_of(self, record: Record) -> int | None:
+        """Where ``record`` stands; None where it does not.
+
+        Raises:
+            OSError: As `read`.
+        """
+        return self._number_in(self._reading(), record)
+
+    def _number_in(self, reading: ChainReading, record: Record) -> int | None:
+        head = Head.of(record)
+        alike = (number for number, known in reading.heads.items() if known == head)
+        return next((number for number in alike if self._is(number, record)), None)
+
+    def _is(self, number: int, record: Record) -> bool:
+        try:
+            return self._read(number) == record
+        except ValueError:
+            return False
+
+    def _reading(self, *, with_manifests: bool = False) -> ChainReading:
         self._files.pull(self._folder)
         # The names of fences first: an opening that is under way is either seen by its name or
         # links its record behind whatever is read here.
         fences = [0, *self._named_fences()]
-        records: dict[int, Record] = {}
-        damaged = []
-        unread: PermissionError | None = None
+        look = Look(str(self._folder), self._read)
         for number in range(1, self._last_number() + 1):
-            try:
-                records[number] = self._read(number)
-            except PermissionError as error:
-                unread = unread or error
-            except (OSError, ValueError) as error:
-                if isinstance(error, OSError) and says_nothing_of_the_file(error):
-                    raise
-                why = f"{type(error).__name__}: {str(error).splitlines()[0]}"
-                name = self._path(number).name
-                damaged.append(DamagedRecord(number=number, name=name, reason=why))
-        fences += [r.fence for r in records.values() if isinstance(r, AttemptOpened)]
-        return ChainReading(records, tuple(damaged), max(fences)), unread
+            look.at(number)
+        alive = committed_numbers(look.heads).values() if with_manifests else ()
+        for number in alive:
+            if number not in look.manifests:
+                look.at(number, again=True)
+        if look.unread is not None:
+            raise look.unread
+        heads = dict(sorted(look.heads.items()))
+        fences += [head.fence for head in heads.values() if head.kind is AttemptOpened]
+        committed = {n: look.manifests[n] for n in alive if n in look.manifests}
+        damaged = tuple(look.damaged[number] for number in sorted(look.damaged))
+        return ChainReading(heads, damaged, max(fences), committed)
 
     def records(self) -> Iterator[Record]:
         """All records that can be read, oldest first."""
-        yield from self.read().records.values()
+        for number in self._reading().heads:
+            yield self._read(number)
 
     def committed(self) -> list[Manifest]:
         """The committed checkpoints that were not deleted since, oldest first."""
         return list(self.read().committed.values())
+
+    def committed_ids(self) -> Collection[str]:
+        """Their names, without a look into what each holds.
+
+        Raises:
+            OSError: As `read`.
+        """
+        return committed_numbers(self._reading().heads).keys()
 
     def find(self, checkpoint_id: str) -> Manifest:
         """The manifest of a committed checkpoint.
@@ -177,13 +197,21 @@ class CommitChain:
             ChainError: It was never committed, it was deleted, or its record is damaged.
             OSError: As `read`, unless it is found beside records that may not be read.
         """
-        reading, unread = self._reading()
-        for manifest in reading.committed.values():
-            if manifest.checkpoint_id == checkpoint_id:
-                return manifest
-        if unread is not None:
-            raise unread
-        hint = ", ".join(record.name for record in reading.damaged)
+        self._files.pull(self._folder)
+        look = Look(str(self._folder), self._read)
+        # From the end, where what ranks load most often stands.
+        for number in range(self._last_number(), 0, -1):
+            look.at(number)
+            if number in look.heads and look.heads[number].checkpoint_id == checkpoint_id:
+                if look.heads[number].kind is CheckpointDeleted:
+                    break
+                if number not in look.manifests:
+                    look.at(number, again=True)
+                if number in look.manifests:
+                    return look.manifests[number]
+        if look.unread is not None:
+            raise look.unread
+        hint = ", ".join(name_of(number) for number in sorted(look.damaged))
         raise ChainError(
             f"checkpoint {checkpoint_id} is not committed in {self._folder}"
             + (f" (damaged there: {hint})" if hint else "")
@@ -246,8 +274,8 @@ class CommitChain:
             write_new(draft, content)
             taken = 0
             while True:
-                earlier = self.read()
-                known = earlier.number_of(record)
+                earlier = self._reading()
+                known = self._number_in(earlier, record)
                 is_past = earlier.fence > record.fence
                 # What is opened could commit nothing: there is one more than the controller knows of.
                 if known is not None and not (is_past and isinstance(record, AttemptOpened)):
@@ -260,8 +288,7 @@ class CommitChain:
                     )
                 if isinstance(record, AttemptOpened):
                     self._name_fence(record.fence)
-                # Behind what was read, damage included: a number that was taken is never reused.
-                number = len(earlier.records) + len(earlier.damaged) + 1
+                number = earlier.next_number
                 path = self._path(number)
                 if number == taken:
                     raise StorageAwayError(
@@ -313,8 +340,8 @@ class CommitChain:
         """
         earlier = None
         while True:
-            reading = self.read()
-            beyond = self._path(len(reading.records) + len(reading.damaged) + 1)
+            reading = self._reading()
+            beyond = self._path(reading.next_number)
             self._files.pull_file(beyond)
             if not os.path.lexists(beyond):
                 return reading
@@ -339,7 +366,7 @@ class CommitChain:
             return []
 
     def _path(self, number: int) -> Path:
-        return self._folder / f"{number:08d}.json"
+        return self._folder / name_of(number)
 
     def _read(self, number: int) -> Record:
         path = self._path(number)
@@ -366,7 +393,11 @@ def _named(reading: ChainReading) -> set[str] | None:
     """The checkpoints that manifests name; None while a record is damaged."""
     if reading.damaged:
         return None
-    return {r.checkpoint_id for r in reading.records.values() if isinstance(r, Manifest)}
+    return {
+        head.checkpoint_id
+        for head in reading.heads.values()
+        if head.kind is Manifest and head.checkpoint_id is not None
+    }
 
 
 def _open_to_all(folder: int, kept: int) -> None:

@@ -208,13 +208,13 @@ class Storage:
         try:
             self.files.require_known()
             # One that is linked stays linked, whatever became of its files since.
-            if chain.read().number_of(manifest) is None:
+            if chain.number_of(manifest) is None:
                 self._check_shards(manifest, chain.shard_folder(manifest.checkpoint_id))
             is_asked = True
             number = chain.append(manifest)
         except (ChainError, OSError) as error:
             try:
-                linked = chain.read().number_of(manifest)
+                linked = chain.number_of(manifest)
             except OSError as unread:
                 lost = self._lost(command, error)
                 if not is_asked:
@@ -268,8 +268,8 @@ class Storage:
         self.files.require_known()
         chain = self.chain(command.job_id)
         if command.kept:
-            there = {manifest.checkpoint_id for manifest in chain.committed()}
-            missing = sorted({*command.kept} - there)
+            there = chain.committed_ids()
+            missing = sorted({*command.kept}.difference(there))
             if missing and command.checkpoint_id in there:
                 _log.warning("not_retired", checkpoint=command.checkpoint_id, missing=missing)
                 about = command.model_dump(include={"job_id", "fence", "checkpoint_id"})
