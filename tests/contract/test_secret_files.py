@@ -111,3 +111,40 @@ def test_a_password_of_any_characters_becomes_part_of_the_address(
     monkeypatch.setenv("MESHLOOM_REDIS_URL", "redis://someone:else@server:6379/0")
     with pytest.raises((ValidationError, ValueError), match="leave one of them out"):
         _ = settings().redis_address
+
+
+@pytest.mark.parametrize(
+    ("settings", "name"),
+    [
+        (Settings, "MESHLOOM_REDIS_URL"),
+        (Settings, "MESHLOOM_TELEMETRY_REDIS_URL"),
+        (AgentSettings, "MESHLOOM_REDIS_URL"),
+        (AgentSettings, "MESHLOOM_TELEMETRY_REDIS_URL"),
+        (LocalSettings, "MESHLOOM_REDIS_URL"),
+    ],
+)
+@pytest.mark.parametrize(
+    ("url", "said"),
+    [
+        ("server:6379", "must begin with redis://"),
+        ("https://server", "must begin with redis://"),
+        ("redis://:zz/yy@server", "write / as %2F"),
+        ("redis://server:99999", "no valid host and port"),
+        ("redis://[zz]/0", "no valid host and port"),
+    ],
+)
+def test_what_is_no_address_of_redis_is_refused_without_its_password(
+    settings: type[Settings | AgentSettings | LocalSettings],
+    name: str,
+    url: str,
+    said: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.delenv("MESHLOOM_REDIS_PASSWORD", raising=False)
+    monkeypatch.setenv(name, url)
+    with pytest.raises((ValidationError, ValueError)) as refused:
+        _ = settings().redis_address
+    faults = refused.value.errors() if isinstance(refused.value, ValidationError) else []
+    words = " ".join(str(fault["msg"]) for fault in faults) or str(refused.value)
+    assert said in words
+    assert "zz" not in words

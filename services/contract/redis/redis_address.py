@@ -1,9 +1,10 @@
 """Where Redis is and how it is trusted, as one URL."""
 
 from pathlib import Path
-from urllib.parse import quote, urlencode, urlsplit, urlunsplit
+from urllib.parse import SplitResult, quote, urlencode, urlsplit, urlunsplit
 
 _TLS = "rediss"
+_SCHEMES = ("redis", _TLS, "unix")
 _UNTRUSTED = "CERTIFICATE_VERIFY_FAILED"
 
 
@@ -25,22 +26,42 @@ def redis_address(
         key: Its key; None: it stands in ``cert``.
 
     Raises:
-        ValueError: There are files, and the URL is none of TLS; or a key without a certificate; or
-            ``password`` is given and the URL has one, too.
+        ValueError: It is no URL of Redis; there are files, and it is none of TLS; or a key without a certificate;
+            or ``password`` is given and the URL has one, too. It repeats nothing of ``url``, which may have a password.
     """
+    parts = parts_of(url)
     if password is not None:
-        url = _with_password(url, password)
+        parts = _with_password(parts, password)
+        url = urlunsplit(parts)
     files = {"ssl_ca_certs": ca, "ssl_certfile": cert, "ssl_keyfile": key}
     given = {name: str(path) for name, path in files.items() if path is not None}
     if not given:
         return url
-    parts = urlsplit(url)
     if parts.scheme != _TLS:
         raise ValueError("MESHLOOM_REDIS_URL: TLS files are set; the URL must begin with rediss://")
     if key is not None and cert is None:
         raise ValueError("MESHLOOM_REDIS_KEY: a key needs its certificate: set MESHLOOM_REDIS_CERT")
     query = "&".join(part for part in (parts.query, urlencode(given)) if part)
     return urlunsplit(parts._replace(query=query))
+
+
+def parts_of(url: str) -> SplitResult:
+    """The parts of a URL of Redis.
+
+    Raises:
+        ValueError: It is none. Nothing of it is repeated: it may have a password.
+    """
+    try:
+        parts = urlsplit(url)
+        _ = parts.port
+    except ValueError:
+        raise ValueError(
+            "the URL of Redis has no valid host and port; in a password that it has, write / as %2F and : as %3A, or "
+            "set MESHLOOM_REDIS_PASSWORD"
+        ) from None
+    if parts.scheme not in _SCHEMES:
+        raise ValueError("the URL of Redis must begin with redis://, rediss:// or unix://")
+    return parts
 
 
 def with_advice(error: str) -> str:
@@ -53,8 +74,7 @@ def with_advice(error: str) -> str:
     )
 
 
-def _with_password(url: str, password: str) -> str:
-    parts = urlsplit(url)
+def _with_password(parts: SplitResult, password: str) -> SplitResult:
     if parts.password is not None:
         raise ValueError(
             "MESHLOOM_REDIS_URL has a password, and MESHLOOM_REDIS_PASSWORD or its file is set, too: "
@@ -62,4 +82,4 @@ def _with_password(url: str, password: str) -> str:
         )
     host = parts.netloc.rpartition("@")[2]
     user = f"{parts.username or ''}:{quote(password, safe='')}"
-    return urlunsplit(parts._replace(netloc=f"{user}@{host}"))
+    return parts._replace(netloc=f"{user}@{host}")

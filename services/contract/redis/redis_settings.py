@@ -2,12 +2,11 @@
 
 from pathlib import Path
 from typing import Self
-from urllib.parse import urlsplit
 
 from pydantic import Field, SecretStr, model_validator
 from pydantic_settings import BaseSettings, SettingsConfigDict
 
-from services.contract.redis.redis_address import redis_address
+from services.contract.redis.redis_address import parts_of, redis_address
 from services.contract.system.secret_files import with_secret_files
 
 _TLS = "rediss"
@@ -66,7 +65,7 @@ class RedisSettings(BaseSettings):
         """The same of the Redis for telemetry; None: it has none of its own."""
         if not self.telemetry_redis_url:
             return None
-        parts = urlsplit(self.telemetry_redis_url)
+        parts = parts_of(self.telemetry_redis_url)
         has_tls = parts.scheme == _TLS
         return redis_address(
             self.telemetry_redis_url,
