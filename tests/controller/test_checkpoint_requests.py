@@ -221,6 +221,17 @@ def test_of_any_number_that_keep_last_names_a_record_has_room_for_so_many(ranks:
     assert len(kept) == most
     assert max(kept) == most + 10
 
+    corrupt = {
+        name: c.model_copy(update={"state": CheckpointState.CORRUPT})
+        for name, c in numbered.items()
+    }
+    corrupt[named(job, most + 20)] = one.model_copy(
+        update={"id": named(job, most + 20), "state": CheckpointState.CORRUPT, "number": most + 20}
+    )
+    damaged = job.model_copy(update={"checkpoints": corrupt})
+    after = play(damaged, saved(damaged, most + 30, number=most + 30)).job
+    assert list(states(after).values()).count(CheckpointState.CORRUPT) == most
+
     pinned = {name: c.model_copy(update={"pinned": True}) for name, c in numbered.items()}
     full = play(
         job.model_copy(update={"checkpoints": pinned}), saved(full, most + 10, number=most + 10)

@@ -242,9 +242,12 @@ def to_retire(
     verified_last = last_verified(line) or last_verified(abandoned)
     committed = _in_order(line, abandoned)
     kept = room_for(len(c.votes) for c in reversed(committed[-wanted.keep_last :]))
+    # Damage may be none, or be repaired: these stay as long as there is room for them.
+    corrupt = _by_commit((*line, *abandoned), CheckpointState.CORRUPT)
+    damaged = room_for(len(c.votes) for c in reversed(corrupt))
     return tuple(
         c
-        for c in committed[:-kept]
+        for c in (*corrupt[:-damaged], *committed[:-kept])
         if c.id not in protected and c != verified_last and not c.pinned
     )
 
@@ -270,6 +273,8 @@ def _in_order(line: Iterable[Checkpoint], abandoned: Iterable[Checkpoint]) -> li
     return [*_by_commit(abandoned), *_by_commit(line)]
 
 
-def _by_commit(checkpoints: Iterable[Checkpoint]) -> list[Checkpoint]:
-    committed = [c for c in checkpoints if c.state == CheckpointState.COMMITTED]
+def _by_commit(
+    checkpoints: Iterable[Checkpoint], state: CheckpointState = CheckpointState.COMMITTED
+) -> list[Checkpoint]:
+    committed = [c for c in checkpoints if c.state == state]
     return sorted(committed, key=lambda c: (c.number or 0, c.step))
