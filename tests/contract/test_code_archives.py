@@ -166,6 +166,9 @@ def test_members_and_time_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     assert examine(pack([(f"{n}.py", b"", False) for n in range(10)])) == Contents(10, 0)
     with pytest.raises(CodeArchiveError, match="more than 10 members"):
         examine(pack([(f"{n}.py", b"", False) for n in range(11)]))
+    assert examine(pack([("/".join("abcdefghij") + "/k.py", b"", False)])).files == 1
+    with pytest.raises(CodeArchiveError, match="more than 10 folders"):
+        examine(pack([("/".join("abcdefghijk") + "/l.py", b"", False)]))
     monkeypatch.setattr(code_archives, "_READ_WITHIN_S", -1.0)
     with pytest.raises(CodeArchiveError, match="cannot be read within"):
         examine(pack(FILES))

@@ -331,6 +331,12 @@ class _Judge:
             if folder in self._files:
                 raise CodeArchiveError(f"{shown} lies below the file {_shown(folder)}")
         self._folders.update(above)
+        # They cost no member: a packed kilobyte can name thousands.
+        if len(self._folders) > MOST_MEMBERS:
+            raise CodeArchiveError(
+                f"the archive has more than {MOST_MEMBERS} folders; leave out what no job needs "
+                "(list it in .gitignore)"
+            )
         if itself in self._listed or (not is_folder and itself in self._folders):
             raise CodeArchiveError(f"{shown} is in the archive twice")
         self._spell(itself, shown)
