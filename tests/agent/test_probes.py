@@ -10,7 +10,7 @@ import threading
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 import psutil
 import pytest
@@ -42,6 +42,8 @@ from services.worker.agent.probes import programs
 from services.worker.agent.probes.prober import NICENESS, _read
 from services.worker.agent.probes.programs import ProgramCall, ProgramEnd, ProgramRunner, _end
 from services.worker.agent.probes.self_test import SelfTest
+from services.worker.agent.storage.job_storage import Storage
+from services.worker.agent.supervisor import Supervisor
 from services.worker.rank.models.decoder import Decoder
 from tests.agent.conftest import (
     FOREVER,
@@ -453,6 +455,39 @@ def test_a_probe_stands_back_for_ranks_and_does_not_outlive_an_agent_that_is_kil
         assert Path(f"/proc/{probe.pid}/oom_score_adj").read_text().strip() == "1000"
     node.agent.kill()  # nobody can be asked after this test, which is the last
     until(lambda: is_gone(int(child.read_text())) and not node.agent.marked())
+
+
+def test_a_question_for_which_nobody_waits_any_more_is_passed_over(tmp_path: Path) -> None:
+    began: list[str] = []
+    ends = asyncio.Event()
+
+    class SlowNode:
+        """Takes its time for the first question."""
+
+        async def to(self, command: ProbeModel, _ranks_are_here: object) -> tuple[()]:
+            began.append(command.probe_id)
+            await ends.wait()
+            return ()
+
+    async def run() -> None:
+        nothing: Any = None
+        node: Any = SlowNode()
+        folder = NodeFolder(tmp_path / "home", NODE, tmp_path)
+        storage = Storage(tmp_path, NODE)
+        supervisor = Supervisor(NODE, folder, storage, node, nothing, nothing)
+        asked = [question("decoder", SMALL, timeout_s=seconds) for seconds in (60, 1e-9, 60)]
+        asked = [
+            each.model_copy(update={"probe_id": f"probe_{number:032x}"})
+            for number, each in enumerate(asked)
+        ]
+        async with asyncio.TaskGroup() as carrying:
+            for each in asked:
+                carrying.create_task(supervisor.handle(each))
+            await asyncio.sleep(0)
+            ends.set()
+        assert began == [asked[0].probe_id, asked[2].probe_id]
+
+    asyncio.run(run())
 
 
 def test_an_idle_node_is_measured_before_a_plan_asks_and_ranks_that_start_come_first(

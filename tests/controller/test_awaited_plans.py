@@ -20,7 +20,11 @@ from services.contract.words.states import ExitReason, JobState, NodeState, Plan
 from services.controller.adapters.memory import memory_ports
 from services.controller.adapters.memory.server import MemoryServer
 from services.controller.domain.decisions.history import Occurrence
-from services.controller.domain.errors import NotFoundError, RecordUnreadableError
+from services.controller.domain.errors import (
+    NotFoundError,
+    RecordUnreadableError,
+    StateConflictError,
+)
 from services.controller.domain.job.events import (
     JobEvent,
     PatchAsked,
@@ -41,10 +45,11 @@ from services.controller.use_cases.facts import apply_facts
 from services.controller.use_cases.inspect import get_diagnosis
 from services.controller.use_cases.plan_jobs import Planner
 from services.controller.use_cases.plan_list import PlanFilter, list_plans
-from services.controller.use_cases.plans import Drawing, Wanted, get_plan, make_plan
+from services.controller.use_cases.plans import Drawing, Wanted, begin_plan, get_plan, make_plan
 from services.controller.use_cases.queue import get_queue
 from services.controller.use_cases.reconcile import Reconciler
 from services.controller.use_cases.submit import Submission, submit
+from services.controller.use_cases.waiting import current_usages
 from tests.controller.conftest import ANYTHING, job_body
 from tests.controller.histories import NODE, NOW, launched, node, progressed
 from tests.controller.profiles import ARGS, FACTS, answer_to
@@ -491,6 +496,36 @@ def test_a_look_reads_all_jobs_once_however_many_wait(monkeypatch: pytest.Monkey
         assert reads == 1
 
     play(course, joined=False)
+
+
+def test_of_an_owners_jobs_so_many_are_profiled_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(keys, "PLANS_PROBING", 2)
+
+    async def course(office: Office) -> None:
+        models = [{"factory": "decoder", "args": ARGS | {"vocab": 300 + n}} for n in range(3)]
+        jobs = [await office.submits(model=model) for model in models]
+        for _ in range(3):
+            await office.looks()
+        assert len(office.asked()) == 2
+        asked = [(await office.job(job_id)).planning for job_id in jobs]
+        assert [planning is not None and planning.plan_id is not None for planning in asked] == [
+            True,
+            True,
+            False,
+        ]
+        await office.answers(office.asked()[0])
+        await office.looks()
+        assert len(office.asked()) == 3
+        with pytest.raises(StateConflictError, match="the models of 2 plans of ada"):
+            await begin_plan(
+                office.ports,
+                Wanted(JobSpec.model_validate(job_body(model=models[0], plan="auto")), fresh=True),
+                ADA.name,
+                _DRAWING,
+                await current_usages(office.ports),
+            )
+
+    play(course)
 
 
 def test_a_plan_for_bounds_that_were_changed_meanwhile_is_not_the_job_s() -> None:

@@ -22,6 +22,8 @@ from services.contract.words.bounds import Details, Incarnation, Positive, Secon
 from services.contract.words.ids import NodeId, ProbeId
 
 DeviceType = Literal["cpu", "cuda"]
+# A node probes one model at a time, and may be at another one first.
+PROBES_WAITED_FOR: Final = 2
 _MOST_DTYPES: Final = 64
 _DTYPE_CHARACTERS: Final = 32
 

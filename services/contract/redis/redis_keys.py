@@ -118,6 +118,8 @@ PLAN_TTL_S: Final = 7 * 86_400
 # Each may take 64 KiB and more; without a bound one subject could fill the memory.
 CLAIMS_KEPT: Final = 2_000
 PLANS_KEPT: Final = 1_000
+# A node profiles one model at a time: the others wait in its inbox, each with its spec.
+PLANS_PROBING: Final = 64
 PROBE_TTL_S: Final = 86_400
 FAILED_PROBE_TTL_S: Final = 60
 MEASURING_TTL_S: Final = 60

@@ -8,8 +8,9 @@ from services.controller.domain.plans.pace import Pace
 from services.controller.domain.plans.plan import Plan
 from services.controller.ports.jobs import Place
 
-Asked = Literal["cached", "pending", "asked"]
-"""The answer is there already; somebody has asked and waits; or it was asked for just now."""
+Asked = Literal["cached", "pending", "asked", "too_many"]
+"""The answer is there already; somebody has asked and waits; it was asked for just now; or nothing was kept, for
+the owner has as many plans that wait as one may have."""
 
 
 class PlanStore(Protocol):

@@ -3,12 +3,14 @@
 A job names the plan that is made for it, so whoever leads next goes on where this one stopped.
 """
 
+from collections import Counter
 from collections.abc import Awaitable, Sequence
 from typing import Final
 
 import structlog
 
 from services.contract.api.plan_views import PlanFailure
+from services.contract.redis import redis_keys as keys
 from services.contract.words.states import PlanState
 from services.controller.domain.decisions.awaited_plan import awaits_plan
 from services.controller.domain.decisions.history import Occurrence
@@ -78,7 +80,7 @@ class Planner:
         active = [stored.job for stored in await self._ports.jobs.active()]
         waiting = [job for job in active if awaits_plan(job)]
         named = [job for job in waiting if _plan_of(job) is not None]
-        nameless = [job for job in waiting if _plan_of(job) is None]
+        nameless = _next_to_ask([job for job in waiting if _plan_of(job) is None], named)
         if nameless:
             # Read once for all of them, and before searches that take their time.
             usages = await current_usages(self._ports)
@@ -156,6 +158,17 @@ class Planner:
         except RecordUnreadableError:  # what is known of the model; the node can tell it again
             wanted = Wanted(job.spec, fresh=True)
             return await begin_plan(self._ports, wanted, job.owner, self._drawing, usages)
+
+
+def _next_to_ask(nameless: Sequence[Job], named: Sequence[Job]) -> list[Job]:
+    """Of each owner so many that no more are profiled at a time than may be."""
+    asked = Counter(job.owner for job in named)
+    found = []
+    for job in nameless:
+        asked[job.owner] += 1
+        if asked[job.owner] <= keys.PLANS_PROBING:
+            found.append(job)
+    return found
 
 
 def _plan_of(job: Job) -> str | None:

@@ -18,7 +18,13 @@ from services.contract.api.pointers import faults_of
 from services.contract.jobs.entry_points import EntryPoints
 from services.contract.jobs.specs import JobSpec
 from services.contract.messages.probe_ids import UnfitProfileError, refuse_unfit
-from services.contract.messages.probing import DeviceType, MeasureNode, ModelProbed, ProbeModel
+from services.contract.messages.probing import (
+    PROBES_WAITED_FOR,
+    DeviceType,
+    MeasureNode,
+    ModelProbed,
+    ProbeModel,
+)
 from services.contract.redis import redis_keys as keys
 from services.contract.words.ids import new_plan_id
 from services.contract.words.problems import Fault
@@ -59,8 +65,6 @@ from services.controller.use_cases.waiting import current_usages
 
 _log = structlog.get_logger()
 _RANDOM_BYTES: Final = 10
-# A node probes one model at a time, and may be at another one first.
-_PROBES_WAITED_FOR: Final = 2
 _MEASURED_WITHIN_MS: Final = 30_000
 _FAILED_MEASURE_STANDS_MS: Final = 60_000
 _LOOK_EVERY_S: Final = 0.1
@@ -107,7 +111,7 @@ async def make_plan(
 
     Raises:
         InvalidRequestError: The spec can never run; all faults at once.
-        StateConflictError: No node is there that could profile the model.
+        StateConflictError: No node is there that could profile the model, or the owner's other plans wait for theirs.
     """
     await _refuse_faulty(ports, wanted.spec, allowed)
     usages = await current_usages(ports)
@@ -121,7 +125,7 @@ async def begin_plan(
     """A plan for a spec without faults, of which no more is done than to ask one of these nodes.
 
     Raises:
-        StateConflictError: No node is there that could profile the model.
+        StateConflictError: No node is there that could profile the model, or the owner's other plans wait for theirs.
     """
     spec = wanted.spec
     device_type = device_of(GangRequest.of(spec), usages)
@@ -145,10 +149,16 @@ async def begin_plan(
         node_id=node.id,
         cached=not wanted.fresh and await drawing.answer(ports, question.probe_id) is not None,
         created_ms=now_ms,
-        answer_by_ms=now_ms + int(question.timeout_s * 1000) * _PROBES_WAITED_FOR,
+        answer_by_ms=now_ms + int(question.timeout_s * 1000) * PROBES_WAITED_FOR,
         measured_by_ms=now_ms + _MEASURED_WITHIN_MS if measure else 0,
     )
     asked = await ports.plans.keep(plan, Send(node.id, question), measure, fresh=wanted.fresh)
+    if asked == "too_many":
+        raise StateConflictError(
+            f"the models of {keys.PLANS_PROBING} plans of {owner} are being profiled, the most at a "
+            "time; retry when some of these are made",
+            code="too_many_plans",
+        )
     _log.info("plan_asked", plan_id=plan.id, probe_id=plan.probe_id, node_id=node.id, asked=asked)
     return plan
 

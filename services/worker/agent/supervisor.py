@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import time
 from collections import defaultdict
 from collections.abc import Callable, Collection, Coroutine, Iterator, Sequence
 from typing import Final
@@ -39,6 +40,7 @@ from services.contract.messages.facts import (
     TraceFailed,
 )
 from services.contract.messages.probing import (
+    PROBES_WAITED_FOR,
     DeviceType,
     MeasureNode,
     NodeMeasured,
@@ -126,7 +128,13 @@ class Supervisor:
         if isinstance(command, StopGang):
             # The lane is free once it has ended.
             self._loadings.stop((command.job_id, command.fence))
+        came = time.monotonic()
         async with self._lanes[_lane(command)]:
+            waited_s = time.monotonic() - came
+            if isinstance(command, ProbeModel) and waited_s > command.timeout_s * PROBES_WAITED_FOR:
+                # All who asked have given up, and others wait behind it.
+                _log.warning("probe_passed_over", probe=command.probe_id, waited_s=waited_s)
+                return
             await self._carry_out(command)
 
     async def _carry_out(self, command: Command) -> None:

@@ -53,6 +53,40 @@ async def test_of_an_owners_plans_the_oldest_that_are_made_are_forgotten(
     assert first.id not in [each.id for each in await plans.page(None, 9)]
 
 
+async def test_of_an_owners_plans_so_many_wait_for_a_node_at_a_time(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(keys, "PLANS_PROBING", 2)
+    plans = world.ports.plans
+
+    def asked(number: int, owner: str = "sue", later_ms: int = 0) -> Plan:
+        changed = {
+            "owner": owner,
+            "created_ms": plan().created_ms + later_ms,
+            "answer_by_ms": plan().answer_by_ms + later_ms,
+        }
+        return plan(number).model_copy(update=changed)
+
+    assert await plans.keep(asked(1), ASK, None) == "asked"
+    assert await plans.keep(asked(2), ASK, None) == "pending"
+    assert await plans.keep(asked(3), ASK, None) == "too_many"
+    assert await plans.keep(asked(3), ASK, None, fresh=True) == "too_many"
+    with pytest.raises(NotFoundError):
+        await plans.load(asked(3).id)
+    assert await plans.keep(asked(4, "sam"), ASK, None) == "pending"
+    await plans.conclude(fail(asked(1), "crashed", "it crashed"))
+    assert await plans.keep(asked(5), ASK, None) == "pending"
+    assert await plans.keep(asked(6), ASK, None) == "too_many"
+    # For those that were given up meanwhile nobody waits.
+    patience_ms = plan().answer_by_ms - plan().created_ms
+    assert await plans.keep(asked(7, later_ms=patience_ms + 1), ASK, None) == "pending"
+    epoch = await world.ports.leadership.take("a")
+    assert epoch is not None
+    await plans.keep_answer(answer_to(QUESTION), epoch)
+    for number in (8, 9):
+        assert await plans.keep(asked(number), ASK, None) == "cached"
+
+
 async def test_a_plan_is_kept_with_its_question_which_is_asked_once(world: World) -> None:
     plans = world.ports.plans
     assert await plans.keep(plan(), ASK, MEASURE) == "asked"

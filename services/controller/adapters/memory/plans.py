@@ -25,6 +25,10 @@ class MemoryPlans:
         now_ms = self._server.now_ms()
         for forgotten in [i for i, (ends, _) in self._server.plans.items() if ends <= now_ms]:
             del self._server.plans[forgotten]
+        if (fresh or self._known(plan.probe_id) is None) and self._waiting_beside(
+            plan
+        ) >= keys.PLANS_PROBING:
+            return "too_many"
         self._server.plans[plan.id] = (now_ms + keys.PLAN_TTL_S * 1000, plan)
         self._forget_oldest_of(plan)
         if measure is not None and isinstance(measure.command, MeasureNode):
@@ -42,6 +46,15 @@ class MemoryPlans:
         self._server.probing_nodes[plan.probe_id] = question.node_id
         self._server.deliver((question,))
         return "asked"
+
+    def _waiting_beside(self, newest: Plan) -> int:
+        since_ms = newest.created_ms - (newest.answer_by_ms - newest.created_ms)
+        return sum(
+            plan.owner == newest.owner
+            and plan.state is PlanState.PROBING
+            and plan.created_ms >= since_ms
+            for _, plan in self._server.plans.values()
+        )
 
     def _forget_oldest_of(self, newest: Plan) -> None:
         """Those that are being made are kept, for jobs wait for them."""

@@ -42,6 +42,14 @@ local doc, state, ttl, fresh, field = take(), take(), take(), take(), take()
 local patience, question, measuring, measure = take(), take(), take(), take()
 local id, created, forgotten = take(), take(), take()
 local probing, prefix, most, node, remembered = take(), take(), take(), take(), take()
+local at_once = tonumber(take())
+if fresh == '1' or redis.call('EXISTS', KEYS[2]) == 0 then
+  local waiting = 0
+  for _, other in ipairs(redis.call('ZREVRANGEBYSCORE', KEYS[8], '+inf', created - patience, 'LIMIT', 0, most)) do
+    if redis.pcall('HGET', prefix .. other, 'state') == probing then waiting = waiting + 1 end
+  end
+  if waiting >= at_once then return 'too_many' end
+end
 redis.call('HSET', KEYS[1], 'doc', doc, 'state', state)
 redis.call('EXPIRE', KEYS[1], ttl)
 redis.call('ZADD', KEYS[7], created, id)
@@ -145,6 +153,7 @@ class RedisPlans:
                     keys.PLANS_KEPT,
                     question.node_id,
                     keys.PROBE_TTL_S,
+                    keys.PLANS_PROBING,
                 ],
             )
         return status
