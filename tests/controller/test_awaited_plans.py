@@ -502,8 +502,12 @@ def test_of_an_owners_jobs_so_many_are_profiled_at_a_time(monkeypatch: pytest.Mo
     monkeypatch.setattr(keys, "PLANS_PROBING", 2)
 
     async def course(office: Office) -> None:
+        office.server.nodes["away"] = node("away", gpus=2)
+        for _ in range(3):  # the only node for these is away, and they take no place of others
+            await office.submits(resources={"ranks": 2, "device": "cuda"})
         models = [{"factory": "decoder", "args": ARGS | {"vocab": 300 + n}} for n in range(3)]
-        jobs = [await office.submits(model=model) for model in models]
+        on_cpus = {"ranks": 2, "device": "cpu"}
+        jobs = [await office.submits(model=model, resources=on_cpus) for model in models]
         for _ in range(3):
             await office.looks()
         assert len(office.asked()) == 2
@@ -519,7 +523,7 @@ def test_of_an_owners_jobs_so_many_are_profiled_at_a_time(monkeypatch: pytest.Mo
         with pytest.raises(StateConflictError, match="the models of 2 plans of ada"):
             await begin_plan(
                 office.ports,
-                Wanted(JobSpec.model_validate(job_body(model=models[0], plan="auto")), fresh=True),
+                Wanted((await office.job(jobs[0])).spec, fresh=True),
                 ADA.name,
                 _DRAWING,
                 await current_usages(office.ports),

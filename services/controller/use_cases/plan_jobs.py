@@ -39,6 +39,7 @@ from services.controller.ports.coordination import Ports
 from services.controller.ports.jobs import Actor
 from services.controller.use_cases.change import apply_events
 from services.controller.use_cases.plans import (
+    TOO_MANY_PLANS,
     Drawing,
     Wanted,
     begin_plan,
@@ -80,12 +81,14 @@ class Planner:
         active = [stored.job for stored in await self._ports.jobs.active()]
         waiting = [job for job in active if awaits_plan(job)]
         named = [job for job in waiting if _plan_of(job) is not None]
-        nameless = _next_to_ask([job for job in waiting if _plan_of(job) is None], named)
+        nameless = [job for job in waiting if _plan_of(job) is None]
         if nameless:
             # Read once for all of them, and before searches that take their time.
             usages = await current_usages(self._ports)
+            waits = Counter(job.owner for job in named)
             for job in nameless:
-                await self._advance(job, self._ask(job, usages))
+                if waits[job.owner] < keys.PLANS_PROBING:
+                    await self._advance(job, self._ask(job, usages, waits))
         for job in named:
             await self._advance(job, self._next(job))
         awaits_pace = await self._keep_paces(active)
@@ -138,16 +141,20 @@ class Planner:
         try:
             plan = await look_at_plan(self._ports, plan_id, self._drawing)
         except NotFoundError:
-            return await self._ask(job, await current_usages(self._ports))
+            return await self._ask(job, await current_usages(self._ports), Counter())
         except RecordUnreadableError as error:
             return PlanMissed(plan_id, f"no plan could be made: {error}")
         return _outcome(plan)
 
-    async def _ask(self, job: Job, usages: tuple[NodeUsage, ...]) -> JobEvent:
+    async def _ask(self, job: Job, usages: tuple[NodeUsage, ...], waits: Counter[str]) -> JobEvent:
+        """``waits``: how many plans each owner waits for; none is asked for beyond the limit."""
         try:
             plan = await self._begin(job, usages)
         except StateConflictError as error:
+            if error.code == TOO_MANY_PLANS:
+                waits[job.owner] = keys.PLANS_PROBING
             return PlacementDelayed(f"its layout is not chosen yet: {error}")
+        waits[job.owner] += 1
         return PlanAsked(plan.id, f"its layout is being chosen: {plan.reason}", job.revision)
 
     async def _begin(self, job: Job, usages: tuple[NodeUsage, ...]) -> Plan:
@@ -158,17 +165,6 @@ class Planner:
         except RecordUnreadableError:  # what is known of the model; the node can tell it again
             wanted = Wanted(job.spec, fresh=True)
             return await begin_plan(self._ports, wanted, job.owner, self._drawing, usages)
-
-
-def _next_to_ask(nameless: Sequence[Job], named: Sequence[Job]) -> list[Job]:
-    """Of each owner so many that no more are profiled at a time than may be."""
-    asked = Counter(job.owner for job in named)
-    found = []
-    for job in nameless:
-        asked[job.owner] += 1
-        if asked[job.owner] <= keys.PLANS_PROBING:
-            found.append(job)
-    return found
 
 
 def _plan_of(job: Job) -> str | None:

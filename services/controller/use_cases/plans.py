@@ -64,6 +64,7 @@ from services.controller.use_cases.present import moment
 from services.controller.use_cases.waiting import current_usages
 
 _log = structlog.get_logger()
+TOO_MANY_PLANS: Final = "too_many_plans"
 _RANDOM_BYTES: Final = 10
 _MEASURED_WITHIN_MS: Final = 30_000
 _FAILED_MEASURE_STANDS_MS: Final = 60_000
@@ -157,7 +158,7 @@ async def begin_plan(
         raise StateConflictError(
             f"the models of {keys.PLANS_PROBING} plans of {owner} are being profiled, the most at a "
             "time; retry when some of these are made",
-            code="too_many_plans",
+            code=TOO_MANY_PLANS,
         )
     _log.info("plan_asked", plan_id=plan.id, probe_id=plan.probe_id, node_id=node.id, asked=asked)
     return plan
