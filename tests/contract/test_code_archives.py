@@ -116,6 +116,8 @@ HOSTILE: dict[str, tuple[bytes, str]] = {
     "nothing": (gzip.compress(b""), "not a gzipped tar"),
     "empty": (gzip.compress(bytes(10_240)), "no file|not a gzipped tar"),
     "cut": (pack(FILES)[:-20], "damaged"),
+    "another gzip behind it": (pack(FILES) + gzip.compress(b""), "something follows its gzip"),
+    "zeros behind it": (pack(FILES) + bytes(100_000), "something follows its gzip"),
     "wrong checksum": (pack(FILES)[:-8] + bytes(8), "damaged"),
 }
 
