@@ -22,6 +22,7 @@ unsharded
 
 from __future__ import annotations
 
+import weakref
 from typing import TYPE_CHECKING, cast
 
 import torch
@@ -359,12 +360,24 @@ class FSDPParam:
 
     def zero_grad(self) -> torch.Tensor:
         """A whole local gradient of zeros, as `take_grad` returns one."""
-        dtype = self.reduce_dtype or self.compute_dtype
-        return torch.zeros(self.slicing.shape, dtype=dtype, device=self._info.device)
+        return torch.zeros(self.slicing.shape, dtype=self._kept_dtype, device=self._info.device)
 
     def watch_grads(self, on_arrival: Callable[[torch.Tensor], None]) -> None:
         """Has `on_arrival` called each time autograd has added to the whole gradient."""
-        self._unreduced.on_arrival = on_arrival
+        this = weakref.ref(self)
+
+        def arrived(whole: torch.Tensor) -> None:
+            if (param := this()) is not None:
+                param.take_late_grad(whole)
+            on_arrival(whole)
+
+        self._unreduced.on_arrival = arrived
+
+    def take_late_grad(self, whole: torch.Tensor) -> None:
+        """Takes over the gradient of `whole` if that was given up, for a conversion, after a forward with it."""
+        if whole is not self._computed:
+            self._unreduced.convert(cast("nn.Parameter", whole), self._kept_dtype)
+            self.changes += 1
 
     def take_contribution(self, *, covers_unused: bool) -> Contribution | None:
         """Takes the gradient for a reduction.
@@ -432,7 +445,7 @@ class FSDPParam:
 
     def _give_up_whole(self) -> None:
         """Another whole parameter is to follow, which has no part in what this one's gradient holds."""
-        self._unreduced.convert(self._computed, self.reduce_dtype or self.compute_dtype)
+        self._unreduced.convert(self._computed, self._kept_dtype)
         self._unsharded = None
         self.changes += 1
 
@@ -449,6 +462,10 @@ class FSDPParam:
         if data is not self._send_data:
             self._send_data = data
             self.changes += 1
+
+    @property
+    def _kept_dtype(self) -> torch.dtype:
+        return self.reduce_dtype or self.compute_dtype
 
     @property
     def _dtensor(self) -> DTensor:

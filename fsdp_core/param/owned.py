@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import reduce
 from typing import TYPE_CHECKING
 
 import torch
@@ -127,11 +128,15 @@ class OwnedParam(FSDPParam):
             super().add_own_grad(own.view(self.slicing.shape), comm, stream)
         else:
             # PyTorch makes what a rank outside a mesh holds on the host, on whatever device the others' lies.
-            self._accumulate(own.to(self.sharded_param.device), comm, stream)
+            self._accumulate(own.to(self.sharded_param.device, self.orig_dtype), comm, stream)
 
     @property
     def _held_shapes(self) -> tuple[tuple[int, ...], ...]:
-        return (tuple(self.sharded_param.shape) if self.is_mine else (0,),)
+        shape = tuple(self.sharded_param.shape)
+        if self.is_mine:
+            return (shape,)
+        # Of a scalar PyTorch makes a scalar on ranks outside its mesh, too.
+        return ((0,),) if shape else ((0,), ())
 
     def _note_owners(self) -> None:
         attach(self.sharded_param, _OwnedOver(self._info.shard.group))
@@ -293,8 +298,8 @@ class OwnedGrads:
 
     @property
     def orig_dtype(self) -> torch.dtype:
-        """Of the gradients."""
-        return self.members[0].orig_dtype
+        """Of the gradients; where part of the members was converted, one that holds them all."""
+        return reduce(torch.promote_types, (member.orig_dtype for member in self.members))
 
     def add_sharded_grads(
         self, row: torch.Tensor, present: Sequence[bool], comm: CommContext, stream: Stream

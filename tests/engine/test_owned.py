@@ -292,6 +292,45 @@ def check_accumulation(ctx: RankContext) -> None:
 
 
 @pytest.mark.ranks
+@pytest.mark.parametrize("converted", [0, 1])
+def test_a_converted_one_leaves_the_others_their_precision(gangs: Gangs, converted: int) -> None:
+    gangs(2).run(check_converted_beside, converted)
+
+
+def check_converted_beside(ctx: RankContext, converted: int) -> None:
+    policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
+    torch.manual_seed(0)
+    plain = nn.Sequential(nn.Linear(4, 4, bias=False), nn.Linear(4, 4, bias=False)).to(ctx.device)
+    grads = []
+    for converts in (False, True):
+        model = copy.deepcopy(plain)
+        fully_shard(model, mesh=ctx.mesh, mp_policy=policy, shard_placement_fn=lambda _: Owned(0))
+        if converts:
+            model[converted].bfloat16()
+        model(ctx.batch(0, 3, 4)).float().square().mean().backward()
+        grad = model.get_parameter(f"{1 - converted}.weight").grad
+        assert grad is not None
+        grads.append(local(grad))
+    assert torch.equal(*grads)
+
+
+def test_an_owned_scalar_is_loaded_and_converted(gangs: Gangs) -> None:
+    gangs(2).run(check_owned_scalar)
+
+
+def check_owned_scalar(ctx: RankContext) -> None:
+    model: Any = nn.Linear(2, 2).to(ctx.device)
+    model.scale = nn.Parameter(torch.tensor(2.0, device=ctx.device))
+    fully_shard(
+        model, mesh=ctx.mesh, shard_placement_fn=lambda p: None if p.ndim else Owned(rank=1)
+    )
+    for assign in (False, True):
+        model.load_state_dict(model.state_dict(), assign=assign)
+    model.double()
+    model.unshard()
+    assert model.scale.item() == 2.0
+
+
 @pytest.mark.parametrize(("before", "after"), [(2, 3), (3, 2), (3, 1)])
 def test_a_checkpoint_fills_other_owners(gangs: Gangs, before: int, after: int) -> None:
     saved = gangs(before).run(save)

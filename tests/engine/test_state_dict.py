@@ -245,6 +245,59 @@ def check_converted_grads(ctx: RankContext, case: str, part: str) -> None:
             torch.testing.assert_close(local(grad), expected.grad)
 
 
+class TwoEmbeddings(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.other = nn.Embedding(4, 3), nn.Embedding(4, 3)
+
+    def forward(self, at: torch.Tensor) -> torch.Tensor:
+        loss: torch.Tensor = self.one(at).double().sum() + self.other(at).double().sum()
+        return loss
+
+
+@pytest.mark.parametrize("goes_on", [False, True])
+@pytest.mark.parametrize(
+    ("case", "part"),
+    [
+        *((case, part) for case in ("gloo", "memory", "storage") for part in ("", "one")),
+        ("owned", ""),
+    ],
+)
+def test_gradients_of_a_forward_before_a_conversion_are_converted(
+    gangs: Gangs, case: str, part: str, *, goes_on: bool
+) -> None:
+    gangs(2).run(check_graph_before_conversion, case, part, goes_on=goes_on)
+
+
+def check_graph_before_conversion(ctx: RankContext, case: str, part: str, *, goes_on: bool) -> None:
+    """Autograd saves no embedding, so that nothing else refuses the backward."""
+    plain = TwoEmbeddings().to(ctx.device)
+    model = copy.deepcopy(plain)
+    policies = {"memory": SharedMemoryPolicy(), "storage": SharedMemoryPolicy(share_storage=True)}
+    fully_shard(
+        model,
+        mesh=ctx.mesh,
+        reshard_after_forward=True,
+        shard_placement_fn=matrices_owned_by_the_first if case == "owned" else None,
+        shared_memory=policies.get(case),
+    )
+    params = list(model.parameters())
+    at = torch.tensor([0, 1, 1 + ctx.rank], device=ctx.device)
+    for each in (plain, model):
+        loss = each(at)
+        each.get_submodule(part).double()
+        torch.autograd.backward(loss + each(at) if goes_on else loss)
+    for param, expected in zip(params, plain.parameters(), strict=True):
+        assert expected.grad is not None
+        dist.all_reduce(expected.grad, dist.ReduceOp.AVG)
+        grad = param.grad
+        assert grad is not None
+        if owned_over(param) is None:
+            torch.testing.assert_close(full(grad), expected.grad, check_dtype=False)
+        elif ctx.rank == 0:
+            torch.testing.assert_close(local(grad), expected.grad, check_dtype=False)
+
+
 def matrices_owned_by_the_first(param: nn.Parameter) -> Owned | None:
     return Owned(0) if param.ndim > 1 else None
 
