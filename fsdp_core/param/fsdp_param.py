@@ -131,6 +131,11 @@ class FSDPParam:
         return None if wanted == self._policy.param_dtype else wanted
 
     @property
+    def kept_dtype(self) -> torch.dtype:
+        """In which gradients wait for a reduction, and travel; the same on all ranks."""
+        return self.reduce_dtype or self.compute_dtype
+
+    @property
     def is_trainable(self) -> bool:
         """Whether it gets gradients."""
         return self.sharded_param.requires_grad
@@ -360,7 +365,7 @@ class FSDPParam:
 
     def zero_grad(self) -> torch.Tensor:
         """A whole local gradient of zeros, as `take_grad` returns one."""
-        return torch.zeros(self.slicing.shape, dtype=self._kept_dtype, device=self._info.device)
+        return torch.zeros(self.slicing.shape, dtype=self.kept_dtype, device=self._info.device)
 
     def watch_grads(self, on_arrival: Callable[[torch.Tensor], None]) -> None:
         """Has `on_arrival` called each time autograd has added to the whole gradient."""
@@ -376,7 +381,7 @@ class FSDPParam:
     def take_late_grad(self, whole: torch.Tensor) -> None:
         """Takes over the gradient of `whole` if that was given up, for a conversion, after a forward with it."""
         if whole is not self._computed:
-            self._unreduced.convert(cast("nn.Parameter", whole), self._kept_dtype)
+            self._unreduced.convert(cast("nn.Parameter", whole), self.kept_dtype)
             self.changes += 1
 
     def take_contribution(self, *, covers_unused: bool) -> Contribution | None:
@@ -392,7 +397,10 @@ class FSDPParam:
             if not covers_unused or not self.may_have_grad:
                 return None
             grad = self.zero_grad()
-        return Contribution(self, grad, [had_one], self.reduce_dtype or grad.dtype)
+        # Not of the gradient itself, which may be from before a conversion, on this rank alone. What an
+        # extension makes may have another dtype than that of computation.
+        own = grad.dtype if self._is_extended else self.compute_dtype
+        return Contribution(self, grad, [had_one], self.reduce_dtype or own)
 
     def keep_grad(self) -> None:
         """Keeps this backward's gradient, in the reduce dtype, for one that reduces."""
@@ -445,7 +453,7 @@ class FSDPParam:
 
     def _give_up_whole(self) -> None:
         """Another whole parameter is to follow, which has no part in what this one's gradient holds."""
-        self._unreduced.convert(self._computed, self._kept_dtype)
+        self._unreduced.convert(self._computed, self.kept_dtype)
         self._unsharded = None
         self.changes += 1
 
@@ -462,10 +470,6 @@ class FSDPParam:
         if data is not self._send_data:
             self._send_data = data
             self.changes += 1
-
-    @property
-    def _kept_dtype(self) -> torch.dtype:
-        return self.reduce_dtype or self.compute_dtype
 
     @property
     def _dtensor(self) -> DTensor:

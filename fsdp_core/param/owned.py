@@ -234,10 +234,9 @@ class OwnedSection:
         """
         taken = [(m, m.take_grad()) for m in self._members if m.may_have_grad]
         taken = [(m, grad) for m, grad in taken if covers_unused or grad is not None]
-        dtypes = {m.reduce_dtype or grad.dtype for m, grad in taken if grad is not None}
         if not taken:
             return None
-        dtype = dtypes.pop() if dtypes else taken[0][0].zero_grad().dtype
+        dtype = reduce(torch.promote_types, (m.kept_dtype for m, _ in taken))
         target = OwnedGrads(tuple(m for m, _ in taken), self._info.shard.size)
         packing = target.packing
         whole = torch.zeros(packing.total, dtype=dtype, device=self._info.device)

@@ -302,6 +302,50 @@ def matrices_owned_by_the_first(param: nn.Parameter) -> Owned | None:
     return Owned(0) if param.ndim > 1 else None
 
 
+class Scaled(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(4))
+
+    def forward(self, x: torch.Tensor, *, is_used: bool) -> torch.Tensor:
+        return x * self.scale if is_used else x * 1
+
+
+class ScaledHead(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.scaled, self.head = Scaled(), nn.Linear(4, 1)
+
+    def forward(self, x: torch.Tensor, *, scales: bool | None) -> torch.Tensor:
+        """None: the scale's unit does not run."""
+        found: torch.Tensor = self.head(x if scales is None else self.scaled(x, is_used=scales))
+        return found
+
+
+@pytest.mark.parametrize("owner", [None, Owned(0)])
+def test_a_reduction_without_a_gather_has_one_dtype_after_a_conversion(
+    gangs: Gangs, owner: Owned | None
+) -> None:
+    gangs(2).run(check_reduction_without_gather, owner)
+
+
+def check_reduction_without_gather(ctx: RankContext, owner: Owned | None) -> None:
+    model: Any = ScaledHead().to(ctx.device)
+    nn.init.constant_(model.head.weight, 0.5)
+    fully_shard(model.scaled, mesh=ctx.mesh, shard_placement_fn=lambda _: owner)
+    fully_shard(model, mesh=ctx.mesh)
+    x = torch.ones(2, 4, device=ctx.device, requires_grad=True)
+    model.set_requires_gradient_sync(False)
+    torch.autograd.backward(model(x, scales=ctx.rank == 0).sum())
+    model.bfloat16()
+    model.set_requires_gradient_sync(True)
+    torch.autograd.backward(model(x.detach().bfloat16(), scales=None).sum())
+    grad = model.scaled.scale.grad
+    assert grad is not None
+    assert local(grad).dtype is torch.bfloat16
+    assert all(local(grad) == 0.5)  # the mean of 1 and none
+
+
 def test_sums_that_wait_for_an_all_reduce_in_another_dtype_are_named(gangs: Gangs) -> None:
     gangs(2).run(check_converted_sums)
 
