@@ -14,13 +14,14 @@ from importlib.metadata import version
 from typing import Any, Final
 
 import torch
-from lightning.pytorch import Callback, LightningModule, Trainer
-from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch import Callback, LightningModule, Trainer, callbacks
+from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.utils._pytree import keystr, tree_flatten_with_path, tree_map_only
 
 from meshloom import session
 
 _BESIDE: Final = "meshloom"
+_AVERAGING: Final = getattr(callbacks, "WeightAveraging", ())  # older versions have none
 
 
 class MeshloomCallback(Callback):
@@ -29,7 +30,8 @@ class MeshloomCallback(Callback):
     A checkpoint holds what Lightning's own has but hyperparameters: the module, optimizers and schedulers, the
     progress of the loops, the states of callbacks, data module and precision, and what hooks add
     (``on_save_checkpoint``), of several ranks those of the first; beside it the states of random numbers. It is taken
-    after the validation that is due at its step, that of an epoch's last step when all is done for the epoch. Lightning
+    when all is done for its step, a validation and hooks of the module included, that of an epoch's last step when all
+    is done for the epoch. Lightning
     restores the position within an epoch: exactly if there is one rank and the data loader has ``state_dict`` and
     ``load_state_dict`` (torchdata's ``StatefulDataLoader``), else from the beginning of the loader's order.
 
@@ -49,7 +51,8 @@ class MeshloomCallback(Callback):
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Loads the module, and what others have beside the loops."""
-        session.restore({"module": pl_module, "loops": _Beside(trainer)})
+        if not self._last.has_trained:
+            session.restore({"module": pl_module, "loops": _Beside(trainer)})
 
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Checkpoints the epoch that has ended."""
@@ -72,10 +75,13 @@ class MeshloomCallback(Callback):
 
 
 class _Last(Callback):
-    """Behind all callbacks: a step is reported and saved when they have done with it.
+    """Behind all callbacks: a step is reported when they have done with it, and saved when all is done for it.
 
     Args:
         every: Steps between checkpoints.
+
+    Attributes:
+        has_trained: Whether it has seen a step: a later ``fit`` goes on with what there is.
     """
 
     def __init__(self, every: int) -> None:
@@ -83,15 +89,25 @@ class _Last(Callback):
         self._loops: _Resumed | None = None
         self._steps = 0
         self._awaits_epoch = False
-        self._awaits_validation = False
+        self._is_asked_to_stop = False
+        self.has_trained = False
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._awaits_epoch = self._awaits_validation = (
+        self._awaits_epoch = self._is_asked_to_stop = (
             False  # of an earlier fit, which an error ended
         )
         loops = _Resumed(trainer)
-        if session.restore({**_optimizers(trainer), "loops": loops}) is not None:
+        state = {**_optimizers(trainer), "loops": loops}
+        if not self.has_trained and session.restore(state) is not None:
             self._loops = loops
+        steps: Any = trainer.fit_loop.epoch_loop
+
+        def end_and_save(fetcher: Any) -> None:
+            type(steps).on_advance_end(steps, fetcher)
+            self._save_step(trainer, pl_module)
+
+        # The module's hooks, a validation and schedulers that follow a metric come behind all callbacks.
+        steps.on_advance_end = end_and_save
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._steps = trainer.global_step
@@ -109,29 +125,27 @@ class _Last(Callback):
     ) -> None:
         if self._loops is not None:
             self._loops.end_restart()
-            self._loops = None
         loss = outputs.get("loss") if isinstance(outputs, Mapping) else outputs
         metrics: dict[str, Any] = {
             name: value for name, value in trainer.callback_metrics.items() if name != "loss"
         }
         total = _total(trainer)
         session.report(trainer.global_step, of=total, loss=loss, **metrics)
+
+    def _save_step(self, trainer: Trainer, module: LightningModule) -> None:
+        if self._loops is not None:
+            self._loops.end_restart()  # hooks of the module have logged since
+            self._loops = None
         if trainer.global_step == self._steps:
             return  # gradients wait for an update, and no checkpoint has them
         self._steps = trainer.global_step
+        self.has_trained = True
         if trainer.is_last_batch:
             self._awaits_epoch = True
-        elif _validates_now(trainer):
-            self._awaits_validation = True
         else:
-            self._save(trainer, pl_module)
+            self._save(trainer, module)
         if session.should_stop():
-            trainer.should_stop = True
-
-    def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        if self._awaits_validation and trainer.state.fn is TrainerFn.FITTING:
-            self._awaits_validation = False
-            self._save(trainer, pl_module)
+            trainer.should_stop = self._is_asked_to_stop = True
 
     def save_epoch(self, trainer: Trainer, module: LightningModule, *, is_last: bool) -> None:
         """Checkpoints after an epoch's last step, if that waits for it."""
@@ -148,8 +162,11 @@ class _Last(Callback):
         is_whole_epoch: bool = False,
     ) -> None:
         total = _total(trainer)
-        is_last = is_last or (total is not None and self._steps >= total)
-        loops = _Loops(trainer, is_whole_epoch=is_whole_epoch)
+        has_stopped = trainer.should_stop and not self._is_asked_to_stop
+        may_stop = trainer.fit_loop._can_stop_early  # noqa: SLF001 no public name says that min_epochs are done
+        is_last |= (has_stopped and may_stop) or (total is not None and self._steps >= total)
+        stays = has_stopped and not _is_late(trainer)
+        loops = _Loops(trainer, is_whole_epoch=is_whole_epoch, has_stopped=stays)
         state = {"module": module, **_optimizers(trainer), "loops": loops}
         session.checkpoint(state, self._steps, every=None if is_last else self._every)
 
@@ -190,11 +207,13 @@ class _Loops:
     Args:
         trainer: Lightning's.
         is_whole_epoch: Whether all is done for the last epoch.
+        has_stopped: Whether a callback has ended the run.
     """
 
-    def __init__(self, trainer: Trainer, *, is_whole_epoch: bool) -> None:
+    def __init__(self, trainer: Trainer, *, is_whole_epoch: bool, has_stopped: bool) -> None:
         self._trainer: Any = trainer  # its types lack half of it
         self._is_whole_epoch = is_whole_epoch
+        self._has_stopped = has_stopped
 
     def state_dict(self) -> dict[str, Any]:
         trainer, module = self._trainer, self._trainer.lightning_module
@@ -220,8 +239,15 @@ class _Loops:
             if value is not weights and (key not in whole or value is not whole[key])
         }
         data = {} if trainer.datamodule is None else trainer.datamodule.state_dict()
+        metrics = trainer._logger_connector._callback_metrics  # noqa: SLF001 its property would end means too early
+        named = () if module.automatic_optimization else module.named_parameters()
+        gradients = {name: each.grad for name, each in named if each.grad is not None}
         beside = {
             "is_whole_epoch": self._is_whole_epoch,
+            "has_stopped": self._has_stopped,
+            "metrics": _of_the_first(trainer, dict(metrics)),
+            "gathered": _of_the_first(trainer, _gathered(trainer)),
+            "gradients": _of_the_first(trainer, gradients),
             "callbacks": _of_the_first(trainer, states),
             "data": _of_the_first(trainer, data),
             "precision": trainer.precision_plugin.state_dict(),
@@ -240,6 +266,8 @@ class _Resumed:
     def __init__(self, trainer: Trainer) -> None:
         self._trainer: Any = trainer  # its types lack half of it
         self._is_whole_epoch = False
+        self._has_started = False
+        self._beside: dict[str, Any] = {}
 
     def state_dict(self) -> dict[str, Any]:
         """Of it nothing is filled in place, and hooks may lack what training brings."""
@@ -248,18 +276,66 @@ class _Resumed:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         loop = self._trainer.fit_loop
         loop.load_state_dict({key: each for key, each in state.items() if key != _BESIDE})
-        self._is_whole_epoch = state.get(_BESIDE, {}).get("is_whole_epoch", False)
+        self._beside = state.get(_BESIDE, {})
+        self._is_whole_epoch = self._beside.get("is_whole_epoch", False)
+        if _BESIDE not in state and loop.epoch_loop.batch_progress.is_last_batch:
+            # An older version saved an epoch's last step before the epoch was counted.
+            self._is_whole_epoch = True
+            for counts in (loop.epoch_progress.current, loop.epoch_progress.total):
+                counts.processed = counts.completed = counts.ready
         loop._restarting = True  # noqa: SLF001 its property says no at an epoch's end, and loaders lose their state
+        loop._combined_loader = None  # noqa: SLF001 one that was made to count the steps would not get its state
+        loop.run = self._run
+
+    def _run(self) -> None:
+        """A run of which no step is left ends with its averages in the place of weights, as it did.
+
+        Other callbacks may not end what they have not begun.
+        """
+        trainer = self._trainer
+        del trainer.fit_loop.run
+        trainer.should_stop = trainer.should_stop or self._beside.get("has_stopped", False)
+        trainer.fit_loop.run()
+        if not self._has_started:
+            for each in trainer.callbacks:
+                if isinstance(each, _AVERAGING):
+                    each.on_train_end(trainer, trainer.lightning_module)
 
     def start(self) -> None:
-        """After an epoch's end nothing of it is left to be done, and loaders begin again."""
+        """Nothing is left to be done of the step or the epoch; after an epoch's end loaders begin again."""
+        self._has_started = True
+        trainer = self._trainer
+        steps = trainer.fit_loop.epoch_loop
         if self._is_whole_epoch:
-            self._trainer.fit_loop.epoch_loop.restarting = False
-            self._trainer.fit_loop.on_iteration_done()
+            steps.restarting = False
+            trainer.fit_loop.on_iteration_done()
+        elif self._beside:
+
+            def run_on(fetcher: Any) -> None:
+                del steps.on_run_start
+                steps.on_run_start(fetcher)
+                steps.restarting = False
+
+            steps.on_run_start = run_on
+            for each in trainer.callbacks:
+                if isinstance(each, callbacks.GradientAccumulationScheduler):
+                    each.on_train_epoch_start(trainer)
+        trainer._logger_connector._callback_metrics |= self._beside.get("metrics", {})  # noqa: SLF001 no public name sets it
+        named = dict(trainer.lightning_module.named_parameters())
+        for name, gradient in self._beside.get("gradients", {}).items():
+            named[name].grad = _as_parameter(gradient, named[name])
 
     def end_restart(self) -> None:
-        """From here on the epoch is one like all, with schedulers that follow a metric."""
+        """From here on the epoch is one like all, with schedulers that follow a metric, and with all that it logged."""
         self._trainer.fit_loop._restarting = False  # noqa: SLF001 its property takes no for yes
+        results = self._trainer.fit_loop.epoch_loop._results  # noqa: SLF001 as below
+        gathered = self._beside.get("gathered", {})
+        for key in [key for key in gathered if key in results]:
+            metric, saved = results[key], gathered.pop(key)
+            is_extreme = metric.meta.is_max_reduction or metric.meta.is_min_reduction
+            add = metric.meta.reduce_fx if is_extreme else torch.add
+            for name, value in saved.items():
+                setattr(metric, name, add(getattr(metric, name), value.to(metric.value.device)))
 
 
 class _Nothing:
@@ -272,14 +348,31 @@ class _Nothing:
         pass
 
 
-def _validates_now(trainer: Trainer) -> bool:
-    """Whether a validation follows this step. By the clock (``val_check_interval`` as a time) ranks may differ."""
-    of_trainer: Any = trainer
-    steps = of_trainer.fit_loop.epoch_loop
-    is_by_time = of_trainer._val_check_time_interval is not None  # noqa: SLF001 no public name says so
-    is_due = steps._should_check_val_fx(of_trainer.fit_loop._data_fetcher)  # noqa: SLF001 as above
-    is_empty = steps.val_loop._combined_loader is not None and steps.val_loop.skip  # noqa: SLF001 as above
-    return is_due and not is_by_time and not is_empty
+def _gathered(trainer: Any) -> dict[str, Any]:
+    """What `self.log` has gathered of an epoch, but metrics of torchmetrics, which modules keep or lose."""
+    return {
+        key: {
+            name: getattr(metric, name)
+            for name in ("value", "cumulated_batch_size")
+            if hasattr(metric, name)
+        }
+        for key, metric in trainer.fit_loop.epoch_loop._results.items()  # noqa: SLF001 no public name has it
+        if metric.is_tensor and metric.meta.on_epoch and not metric.has_reset
+    }
+
+
+def _as_parameter(gradient: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
+    gradient = gradient.to(parameter.device)
+    if isinstance(parameter, DTensor):
+        return distribute_tensor(gradient, parameter.device_mesh, parameter.placements)
+    return gradient
+
+
+def _is_late(trainer: Any) -> bool:
+    """Whether the time of the run is over, as timers find again when it goes on: it may have got more."""
+    timers = [each for each in trainer.callbacks if isinstance(each, callbacks.Timer)]
+    remaining = [each.time_remaining() for each in timers]
+    return any(seconds is not None and seconds <= 0 for seconds in remaining)
 
 
 def _as_lightning_saves(
@@ -319,8 +412,8 @@ def _of_the_first(trainer: Any, part: dict[str, Any]) -> dict[str, Any]:
 
 
 def _total(trainer: Trainer) -> int | None:
-    of = trainer.estimated_stepping_batches
-    return int(of) if of != float("inf") else None
+    of = trainer.estimated_stepping_batches  # -1: of epochs of a stream
+    return int(of) if 0 <= of < float("inf") else None
 
 
 def _optimizers(trainer: Trainer) -> dict[str, Any]:

@@ -12,7 +12,7 @@ Under plain ``torchrun`` the callback does nothing.
 import json
 import tempfile
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any, cast
 
@@ -50,6 +50,8 @@ class MeshloomCallback(TrainerCallback):
         self._awaits_first_step = False
         self._follows = False
         self._epoch_ends = False
+        self._is_asked_to_stop = False
+        self._has_stopped = False
         self._parts: dict[str, Any] = {}
 
     def resume_from(self, trainer: Trainer) -> str | None:
@@ -62,7 +64,9 @@ class MeshloomCallback(TrainerCallback):
         restored = session.restore({"trainer": ""})
         if restored is None:
             return None
-        _give_back(trainer.callback_handler.callbacks, json.loads(restored["trainer"]))
+        saved = json.loads(restored["trainer"])
+        _give_back(trainer.callback_handler.callbacks, saved)
+        self._has_stopped = _has_stopped_early(saved)
         self._is_restored = True
         folder = tempfile.mkdtemp(prefix="meshloom-")
         (Path(folder) / TRAINER_STATE_NAME).write_text(restored["trainer"])
@@ -82,6 +86,7 @@ class MeshloomCallback(TrainerCallback):
         if self._is_restored:
             session.restore(_state(state, parts))
             self._awaits_first_step = True
+            args.eval_on_start = False  # callbacks have heard of it
 
     def on_epoch_begin(
         self,
@@ -158,16 +163,27 @@ class MeshloomCallback(TrainerCallback):
     def _follow(self, trainer: Trainer) -> None:
         """Has a checkpoint follow all that is done after a step: callbacks and schedulers hear of evaluations."""
         log_and_evaluate = trainer._maybe_log_save_evaluate  # noqa: SLF001 no callback is called behind it
+        run_epoch = getattr(trainer, "_run_epoch", None)  # older versions have none
+
+        def run_what_is_left(*args: Any, **kwargs: Any) -> None:
+            # The trainer makes a step before it looks whether there are more.
+            if self._has_stopped or trainer.state.global_step >= trainer.state.max_steps:
+                trainer.control.should_training_stop = True
+            else:
+                cast("Callable[..., None]", run_epoch)(*args, **kwargs)
 
         def then_checkpoint(*args: Any, **kwargs: Any) -> None:
             log_and_evaluate(*args, **kwargs)
-            # That of an epoch's last step waits until the epoch has been evaluated.
-            if self._epoch_ends or not _is_whole(trainer.state):
+            # That of an epoch's last step waits until the epoch has been evaluated, and so does the last one of all.
+            ends = _is_whole(trainer.state) or trainer.control.should_training_stop
+            if self._epoch_ends or not ends:
                 self._epoch_ends = False
                 callbacks = trainer.callback_handler.callbacks
                 self._checkpoint(trainer.state, trainer.control, callbacks)
 
         trainer._maybe_log_save_evaluate = then_checkpoint  # type: ignore[method-assign]  # noqa: SLF001 as above
+        if run_epoch is not None:
+            trainer._run_epoch = run_what_is_left  # type: ignore[method-assign]  # noqa: SLF001 as above
         self._follows = True
 
     def _checkpoint(
@@ -177,13 +193,15 @@ class MeshloomCallback(TrainerCallback):
         for each in callbacks:
             if isinstance(each, ExportableState):
                 kept[type(each).__name__].append(each.state())
+        has_stopped = control.should_training_stop and not self._is_asked_to_stop
+        kept[type(control).__name__] = [TrainerControl(should_training_stop=has_stopped).state()]
         states = cast("dict[str, Any]", state.stateful_callbacks)
         states |= {name: found if len(found) > 1 else found[0] for name, found in kept.items()}
-        is_last = state.global_step >= state.max_steps
+        is_last = has_stopped or state.global_step >= state.max_steps
         every = None if is_last else self._every
         session.checkpoint(_state(state, self._parts), state.global_step, every=every)
         if session.should_stop():
-            control.should_training_stop = True
+            control.should_training_stop = self._is_asked_to_stop = True
 
 
 def _give_back(callbacks: Iterable[TrainerCallback], state: dict[str, Any]) -> None:
@@ -197,6 +215,13 @@ def _give_back(callbacks: Iterable[TrainerCallback], state: dict[str, Any]) -> N
         if isinstance(each, ExportableState) and of_its_class:
             for name, value in of_its_class.pop(0).get("attributes", {}).items():
                 setattr(each, name, value)
+
+
+def _has_stopped_early(state: dict[str, Any]) -> bool:
+    """Whether a callback had ended the run; that all steps are made is seen by their number, which may have grown."""
+    control = (state.get("stateful_callbacks") or {}).get(TrainerControl.__name__, {})
+    has_stopped = control.get("args", {}).get("should_training_stop", False)
+    return bool(has_stopped) and state["global_step"] < state["max_steps"]
 
 
 def _samples(args: TrainingArguments) -> int:

@@ -21,7 +21,7 @@ SAMPLES = 4
 SAVED = 4
 
 
-def job(program: str, ranks: int, *args: int) -> JobSpec:
+def job(program: str, ranks: int, *args: int | str) -> JobSpec:
     return JobSpec.model_validate(
         {
             "entrypoint": {"script": f"{program}.py", "args": [str(each) for each in args]},
@@ -75,33 +75,63 @@ def test_lightning_goes_on_with_its_callbacks_hooks_and_evaluations_within_an_ep
     for fence, (saved, source) in enumerate(sources.items(), start=2):
         again = ranks.start(spec, 1, fence=fence, resume_from=source, code=PROGRAMS).succeeded()
         assert again.losses() == first.losses_after(saved)
-        evaluated = _evaluated(ranks)
+        evaluated = _metric(ranks, "far")
         after = {step: far for step, far in evaluated[fence].items() if step > max(saved, 4)}
         assert after == {step: far for step, far in evaluated[1].items() if step in after}
         assert 9 in after
 
 
-def _evaluated(ranks: Ranks) -> Mapping[int, Mapping[int, float]]:
-    """What validations found, by attempt and step."""
+@pytest.mark.parametrize(
+    ("kind", "saved", "resumed"),
+    [
+        ("automatic", list(range(1, 9)), [2, 3, 4, 8]),
+        ("manual", list(range(1, 9)), [3, 5]),
+        ("stream", [4, 8], [4]),
+        ("twice", list(range(1, 9)), [3, 6]),
+        ("older", list(range(1, 9)), [4]),
+    ],
+)
+def test_lightning_goes_on_with_what_is_done_behind_callbacks_and_ends_where_it_did(
+    ranks: Ranks, kind: str, saved: list[int], resumed: list[int]
+) -> None:
+    spec = job("lightning_behind", 1, kind)
+    first = ranks.start(spec, 1, code=PROGRAMS).succeeded()
+    assert sorted(first.losses()) == list(range(1, 9))
+    assert [vote.step for vote in first.of_kind(0, RankVote)] == saved
+    sources = {step: first.committed(step).checkpoint_id for step in resumed}
+    for fence, (step, source) in enumerate(sources.items(), start=2):
+        again = ranks.start(spec, 1, fence=fence, resume_from=source, code=PROGRAMS).succeeded()
+        assert again.losses_after(step) == first.losses_after(step)
+        weights = _metric(ranks, "weights")
+        assert weights[fence][8] == weights[1][8]
+
+
+def _metric(ranks: Ranks, name: str) -> Mapping[int, Mapping[int, float]]:
+    """What was reported by a name, by attempt and step."""
     found: dict[int, dict[int, float]] = defaultdict(dict)
     for line in (ranks.root / "metrics.jsonl").read_text().splitlines():
         point = json.loads(line)
-        if "far" in point:
-            found[point["attempt"]][point["step"]] = point["far"]
+        if name in point:
+            found[point["attempt"]][point["step"]] = point[name]
     return found
 
 
-def test_transformers_goes_on_with_its_callbacks_and_what_follows_evaluations(
-    ranks: Ranks,
+@pytest.mark.parametrize(
+    ("steps", "every", "last", "saved"),
+    [(9, 1, 6, [1, 2, 3, 4, 5, 6]), (9, 4, 6, [4, 6]), (4, 9, 4, [4])],
+)
+def test_transformers_goes_on_with_its_callbacks_and_what_follows_evaluations_and_ends_where_it_did(
+    ranks: Ranks, steps: int, every: int, last: int, saved: list[int]
 ) -> None:
-    spec = job("hf_callbacks", 1, 9)
+    spec = job("hf_callbacks", 1, steps, every)
     start = functools.partial(ranks.start, spec, 1, code=PROGRAMS, libraries=HUGGING_FACE)
     first = start().succeeded()
-    assert sorted(first.losses()) == [1, 2, 3, 4, 5, 6]  # then evaluations have it stopped
-    sources = {saved: first.committed(saved).checkpoint_id for saved in (2, 3)}
-    for fence, (saved, source) in enumerate(sources.items(), start=2):
+    assert max(first.losses()) == last  # evaluations have it stopped, or all steps are made
+    assert [vote.step for vote in first.of_kind(0, RankVote)] == saved
+    sources = {step: first.committed(step).checkpoint_id for step in saved if step > 1}
+    for fence, (step, source) in enumerate(sources.items(), start=2):
         again = start(fence=fence, resume_from=source).succeeded()
-        assert again.losses() == first.losses_after(saved)
+        assert again.losses_after(step) == first.losses_after(step)
 
 
 def test_what_callbacks_of_lightning_have_on_other_ranks_alone_is_that_of_the_first(

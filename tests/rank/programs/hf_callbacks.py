@@ -1,4 +1,4 @@
-"""The ``Trainer`` of transformers with what follows its evaluations. Argument: steps."""
+"""The ``Trainer`` of transformers with what follows its evaluations. Arguments: steps, every."""
 
 import sys
 import tempfile
@@ -13,7 +13,7 @@ from transformers.trainer_callback import ExportableState
 from meshloom.integrations.transformers import MeshloomCallback
 
 warnings.simplefilter("ignore")
-STEPS = int(sys.argv[1])
+STEPS, EVERY = int(sys.argv[1]), int(sys.argv[2])
 
 
 class Tokens(Dataset[dict[str, torch.Tensor]]):
@@ -65,7 +65,7 @@ def main() -> None:
             attention_dropout=0.1,
         )
     )
-    callback = MeshloomCallback(every=1)
+    callback = MeshloomCallback(every=EVERY)
     trainer = transformers.Trainer(
         model=model,
         args=transformers.TrainingArguments(
@@ -80,6 +80,7 @@ def main() -> None:
             logging_nan_inf_filter=False,
             eval_strategy="steps",
             eval_steps=1,
+            eval_on_start=True,
             metric_for_best_model="loss",
             save_strategy="no",
             report_to="none",
