@@ -10,7 +10,7 @@ from fsdp_core.comm.collectives import (
     collectives_on,
 )
 from fsdp_core.comm.context import CommContext, InFlightReduction
-from fsdp_core.comm.desync import in_step, wait_in_step
+from fsdp_core.comm.desync import amount, in_step, wait_in_step
 from fsdp_core.comm.hostwise import HostwiseCollectives
 from fsdp_core.comm.mesh_info import (
     Axis,
@@ -89,6 +89,7 @@ __all__ = [
     "SymmetricAllGather",
     "SymmetricReduceScatter",
     "Ticket",
+    "amount",
     "collectives_on",
     "elements_of",
     "host_axes_of",

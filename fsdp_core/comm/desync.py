@@ -137,6 +137,11 @@ def in_step(group: dist.ProcessGroup | None, device: torch.device, what: str) ->
         raise
 
 
+def amount(elements: int, dtype: torch.dtype) -> str:
+    """What travels, for the words of a collective: gloo ends the process where ranks send messages of different lengths."""
+    return f"{elements} elements of {str(dtype).removeprefix('torch.')}"
+
+
 def with_time_out(work: dist.Work, group: dist.ProcessGroup, device: torch.device) -> dist.Work:
     """Has the work of a reduce-scatter of gloo, started after `keep_step`, take a time-out.
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Protocol
 import torch
 
 from fsdp_core import torch_private
-from fsdp_core.comm import Stream, Ticket, in_step
+from fsdp_core.comm import Stream, Ticket, amount, in_step
 from fsdp_core.layout import Packing
 
 if TYPE_CHECKING:
@@ -146,8 +146,8 @@ class PendingGather:
         if plan is not None and (known := plan.slices) is not None:
             inputs: Iterable[_Inputs] = (_Inputs(param, (), (known.dtype,)) for param in params)
             with streams.enter(Stream.PACK):
-                packing = known.packing
-                buffer = axis.gather_buffer(packing.total, known.dtype, device)
+                packing, dtype = known.packing, known.dtype
+                buffer = axis.gather_buffer(packing.total, dtype, device)
                 own_row = buffer.narrow(0, packing.row * axis.rank, packing.row)
                 known.pack(own_row)
         else:
@@ -167,7 +167,7 @@ class PendingGather:
                 own_row = buffer.narrow(0, packing.row * axis.rank, packing.row)
                 torch_private.foreach_copy(list(torch.split(own_row, list(packing.sizes))), sends)
         streams.wait_stream(Stream.GATHER, Stream.PACK)
-        what = f"all-gather of {label}"
+        what = f"all-gather of {label} ({amount(packing.total, dtype)})"
         with in_step(axis.group, device, what), streams.enter(Stream.GATHER):
             sequence = comm.counts.issue(axis.name)
             work = axis.all_gather(buffer, own_row, on_stream=streams.run_apart)

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Final
 import torch
 
 from fsdp_core import torch_private
-from fsdp_core.comm import Reduction, Stream, Ticket, in_step
+from fsdp_core.comm import Reduction, Stream, Ticket, amount, in_step
 from fsdp_core.layout import Packing, Slicing
 from fsdp_core.param import slices
 from fsdp_core.param.shared_reduce import SharedReduction
@@ -111,7 +111,7 @@ class PendingReduce:
         packing, contribution = _pack(batch, route, aligns_rows=streams.run_apart)
         reduction = route.reduction(dtype)
         streams.wait_stream(Stream.REDUCE, Stream.COMPUTE)
-        what = f"reduce-scatter of {route.label} ({packing.total} elements)"
+        what = f"reduce-scatter of {route.label} ({amount(packing.total, dtype)})"
         with in_step(shards.group, route.device, what), streams.enter(Stream.REDUCE):
             result = shards.reduce_buffer(packing.row, dtype, route.device)
             if reduction.pre_divide != 1:
@@ -145,7 +145,9 @@ class PendingReduce:
             wholes,
             _slicings(batch, route.shards.size),
             route.reduction(batch.reduce_dtype),
-            lambda packing: f"reduce-scatter of {route.label} ({packing.total} elements)",
+            lambda packing: (
+                f"reduce-scatter of {route.label} ({amount(packing.total, batch.reduce_dtype)})"
+            ),
             dtype=batch.reduce_dtype,
             on_complete=partial(comm.counts.complete, route.shards.name, sequence),
         )
@@ -222,7 +224,7 @@ class PendingReduce:
             return
         stream = Stream.ALL_REDUCE
         comm.streams.wait_stream(stream, Stream.REDUCE)
-        what = f"all-reduce of {self._route.label} ({result.numel()} elements)"
+        what = f"all-reduce of {self._route.label} ({amount(result.numel(), result.dtype)})"
         with comm.streams.enter(stream):
             with in_step(self._route.replicas.group, result.device, what):
                 ticket = self._all_reduce(result, comm)

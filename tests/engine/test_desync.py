@@ -61,7 +61,9 @@ def test_a_unit_that_some_ranks_skip_is_named(skipped_for: str) -> None:
     gang = Gang(2, "cpu")  # of its own: its process group is of no use afterwards
     for told in gang.run(check_skipped, skipped_for):
         assert told.startswith("Ranks ran different units: collective number ")
-        one, other = re.findall(r"all-gather of '(\w+)\.weight' and 1 more on rank \d", told)
+        one, other = re.findall(
+            r"all-gather of '(\w+)\.weight' and 1 more \(\d+ elements of float32\) on rank \d", told
+        )
         assert one != other
     gang.kill()
 
@@ -122,6 +124,29 @@ def check_parting(ctx: RankContext, raises: bool, replicates: bool) -> str:  # n
     return str(caught.value)
 
 
+def test_ranks_whose_parameters_have_different_dtypes_are_told_so() -> None:
+    """Gloo ends the process that gets a longer message than it expects."""
+    gang = Gang(2, "cpu")  # of its own: its process group is of no use afterwards
+    for told in gang.run(check_dtypes):
+        assert "all-gather of '0.weight' and 1 more (20 elements of float32) on rank 0" in told
+        assert "all-gather of '0.weight' and 1 more (20 elements of bfloat16) on rank 1" in told
+    gang.kill()
+
+
+def check_dtypes(ctx: RankContext) -> str:
+    desync.PATIENCE = PATIENCE
+    model: Any = nn.Sequential(*[nn.Linear(4, 4) for _ in range(2)]).to(ctx.device)
+    for unit in (*model, model):
+        fully_shard(unit, mesh=ctx.mesh)
+    for _ in range(3):
+        torch.autograd.backward(model(torch.ones(2, 4, device=ctx.device)).sum())
+    dtype = torch.float32 if ctx.rank == 0 else torch.bfloat16
+    model.to(dtype)
+    with pytest.raises(DesyncError) as caught:
+        model(torch.ones(2, 4, device=ctx.device, dtype=dtype))
+    return str(caught.value)
+
+
 def test_a_rank_that_clips_while_others_go_backward_is_told_so() -> None:
     gang = Gang(2, "cpu")  # of its own: its process group is of no use afterwards
     for told in gang.run(check_clipping):
@@ -151,7 +176,10 @@ def train_or_clip(ctx: RankContext, model: Choosing) -> None:
 def test_a_rank_whose_collective_raised_before_it_started_is_named() -> None:
     gang = Gang(2, "cpu")  # of its own: its process group is of no use afterwards
     for told in gang.run(check_unstarted):
-        assert "all-gather of 'first.weight' and 1 more, which raised before it started" in told
+        assert (
+            "all-gather of 'first.weight' and 1 more (20 elements of float32), which raised before it started"
+            in told
+        )
     gang.kill()
 
 
@@ -221,7 +249,10 @@ def check_slow(ctx: RankContext) -> None:
     logger.removeHandler(told)
     if ctx.rank == 0:
         said = store.get(_Told.KEY).decode()
-        assert "the all-gather of 'first.weight' and 1 more: ranks [1] have not" in said
+        assert (
+            "the all-gather of 'first.weight' and 1 more (20 elements of float32): ranks [1] have not"
+            in said
+        )
     assert all(param.grad is not None for param in model.first.parameters())
 
 
