@@ -4,6 +4,7 @@ import pytest
 
 from services.contract.api.views import StopRequest
 from services.contract.messages.commands import (
+    CommitCheckpoint,
     LaunchGang,
     RetireCheckpoint,
     VerifyCheckpoint,
@@ -11,6 +12,7 @@ from services.contract.messages.commands import (
 from services.contract.messages.facts import (
     ChainDamaged,
     CheckpointCorrupt,
+    CheckpointLost,
     CheckpointUnread,
     CheckpointVerified,
     JobPurged,
@@ -21,6 +23,7 @@ from services.contract.words.states import CheckpointState, ExitReason, JobState
 from services.controller.domain.errors import NotFoundError, StateConflictError
 from services.controller.domain.job.checkpoint import MOST_KEPT, MOST_SHARDS
 from services.controller.domain.job.events import (
+    AnswerOverdue,
     CancelAsked,
     ExportAsked,
     HoldAsked,
@@ -120,6 +123,32 @@ def test_an_attempt_that_saved_and_calls_what_it_loaded_corrupt_costs_a_restart(
     assert after.restarts == job.restarts + 1
     assert "not counted" not in str(after.reason)
     assert states(after)[20] is CheckpointState.CORRUPT
+
+
+def test_few_commits_are_under_way_at_a_time_and_the_newest_checkpoint_waits_for_its_turn() -> None:
+    """A rank votes as fast as it can: what is not answered must not grow for as long as it lives."""
+    job, commanded = running(), []
+    for step in range(1, 101):
+        decision = play(job, votes(job, step))
+        job = decision.job
+        commanded += commands(decision)
+    assert [c.manifest.step for c in commanded if isinstance(c, CommitCheckpoint)] == [
+        *range(1, 17)
+    ]
+    sealed = [step for step, state in states(job).items() if state is CheckpointState.SEALED]
+    assert sorted(sealed) == [*range(1, 17), 100]
+    assert "a later one was written" in str(job.checkpoints[named(job, 99)].reason)
+    assert len(job.checkpoints) < 30
+    assert len(commands(play(job, [AnswerOverdue()]))) == 17  # each is sent again, and no more
+    decision = play(job, [linked(job, 1)])
+    (next_one,) = [c for c in commands(decision) if isinstance(c, CommitCheckpoint)]
+    assert next_one.manifest.step == 100
+    lost = CheckpointLost(
+        job_id=job.id, fence=1, node_id=NODE, checkpoint_id=named(job, 2), reason="no"
+    )
+    decision = play(decision.job, [lost, *votes(job, 101)])
+    (next_one,) = [c for c in commands(decision) if isinstance(c, CommitCheckpoint)]
+    assert next_one.manifest.step == 101
 
 
 def test_a_job_whose_only_checkpoint_is_corrupt_fails_clearly_and_never_starts_over() -> None:

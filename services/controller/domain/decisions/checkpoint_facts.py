@@ -28,6 +28,9 @@ from services.controller.domain.record import is_ahead
 _GONE_KEPT: Final = 64
 _ABORTED_KEPT: Final = 8
 _WRITING_KEPT: Final = 16
+# A rank can vote faster than its chain grows, for as long as it lives: each commit is a command that waits, and is
+# sent again.
+_COMMITS_AT_ONCE: Final = 16
 # Ranks may put files into a chain, and each number is an event and stays in the job's record.
 _DAMAGED_KEPT: Final = 256
 _STUCK_RESENT: Final = 16
@@ -63,7 +66,7 @@ def on_voted(fact: CheckpointVoted, draft: Draft) -> None:
             checkpoint=after.id,
             step=after.step,
         )
-        send_commit(draft, fact.fence, after.id)
+        _commit_in_turn(draft, after)
     else:
         draft.note("checkpoint.aborted", f"checkpoint {after.id}: {after.reason}")
 
@@ -87,6 +90,7 @@ def on_linked(fact: CheckpointLinked, draft: Draft) -> None:
     answered(draft)
     linked = checkpoints.commit(known, fact, draft.now_ms)
     _put(draft, linked)
+    _commit_what_waited(draft, known)
     attempt = draft.job.attempt
     if attempt is not None and attempt.condition is not None and fact.fence == attempt.fence:
         draft.change(reason=f"the checkpoint of step {linked.step} is committed")
@@ -120,14 +124,8 @@ def on_lost(fact: CheckpointLost, draft: Draft) -> None:
         return
     aborted = checkpoints.abort(known, fact.reason)
     if aborted != known:
-        _put(draft, aborted)
-        _forget_aborted(draft)
-        draft.note(
-            "checkpoint.aborted",
-            f"checkpoint of step {known.step}: {fact.reason}",
-            checkpoint=known.id,
-            step=known.step,
-        )
+        _abort(draft, known, fact.reason)
+        _commit_what_waited(draft, known)
         settle(draft)
 
 
@@ -268,6 +266,46 @@ def _give_up_oldest(draft: Draft) -> None:
     for old in sorted(writing, key=lambda c: c.step)[:-_WRITING_KEPT]:
         _put(draft, checkpoints.abort(old, "many later ones were started before its last vote"))
         _forget_aborted(draft)
+
+
+def _commit_in_turn(draft: Draft, sealed: Checkpoint) -> None:
+    """Command its commit; while many are not answered, it waits in the place of the one that waited before."""
+    *earlier, _newest = _sealed_beside(draft, sealed)
+    if len(earlier) < _COMMITS_AT_ONCE:
+        send_commit(draft, sealed.fence, sealed.id)
+        return
+    for old in earlier[_COMMITS_AT_ONCE:]:
+        why = f"a later one was written while {_COMMITS_AT_ONCE} commits were not answered"
+        _abort(draft, old, why)
+
+
+def _commit_what_waited(draft: Draft, answered_for: Checkpoint | None) -> None:
+    """An answer has made room for one."""
+    if answered_for is None or answered_for.state != CheckpointState.SEALED:
+        return
+    sealed = _sealed_beside(draft, answered_for)
+    if len(sealed) == _COMMITS_AT_ONCE:
+        send_commit(draft, answered_for.fence, sealed[-1].id)
+
+
+def _sealed_beside(draft: Draft, checkpoint: Checkpoint) -> list[Checkpoint]:
+    """Those of its attempt whose commit is not answered, by step."""
+    found = draft.job.checkpoints.values()
+    return sorted(
+        (c for c in found if (c.state, c.fence) == (CheckpointState.SEALED, checkpoint.fence)),
+        key=lambda c: c.step,
+    )
+
+
+def _abort(draft: Draft, known: Checkpoint, why: str) -> None:
+    _put(draft, checkpoints.abort(known, why))
+    _forget_aborted(draft)
+    draft.note(
+        "checkpoint.aborted",
+        f"checkpoint of step {known.step}: {why}",
+        checkpoint=known.id,
+        step=known.step,
+    )
 
 
 def _wait(draft: Draft, checkpoint: Checkpoint, condition: str, who: str) -> None:
