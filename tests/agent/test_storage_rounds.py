@@ -153,6 +153,7 @@ def test_orphans_go_once_they_were_of_no_use_for_long_and_what_is_named_stays(
     rounds: Rounds, client: "redis.Redis"
 ) -> None:
     overtaken, own = rounds.folder_of(7, 1), rounds.folder_of(20, 2)
+    passed_over = rounds.folder_of(9, 2)
     make_deep(overtaken)
     draft = rounds.storage.root / JOB / "chain" / ".draft-of-the-dead"
     draft.write_bytes(b"half")
@@ -162,10 +163,12 @@ def test_orphans_go_once_they_were_of_no_use_for_long_and_what_is_named_stays(
         path.write_bytes(b"{")
     client.hset(redis_keys.job(JOB), "state", "RUNNING")
     rounds.go(grace_s=900, times=2)
-    assert all(path.exists() for path in (overtaken, own, draft, raw_draft(traced)))
+    left = (overtaken, passed_over, own, draft, raw_draft(traced))
+    assert all(path.exists() for path in left)
     rounds.go()
     assert list(traced.parent.iterdir()) == [traced]
     assert not overtaken.exists()
+    assert not passed_over.exists(), "its attempt has committed a later one"
     assert not draft.exists()
     assert own.exists(), "its attempt may still commit it"
     client.hset(redis_keys.job(JOB), "state", "FAILED")

@@ -458,12 +458,14 @@ def test_only_what_overtaken_attempts_did_not_commit_is_abandoned(tmp_path: Path
         if retired:
             chain.append(deleted(step))
     (tmp_path / JOB / "shards" / "ckpt_of-a-person").mkdir()
+    last = shards_of(tmp_path, 20, 1)
     assert chain.abandoned() == []
+    assert chain.abandoned(passed_over=True) == [lost]
     chain.append(opened(10_000))
     late = shards_of(tmp_path, 20, 2)
     shards_of(tmp_path, 25, 10_000)
     shards_of(tmp_path, 30, 10_001)
-    assert chain.abandoned() == [lost, late]
+    assert chain.abandoned() == chain.abandoned(passed_over=True) == [lost, last, late]
 
 
 def test_of_millions_of_folders_that_ranks_made_some_are_looked_at(tmp_path: Path) -> None:

@@ -58,7 +58,7 @@ from services.contract.words.bounds import MOST_WHOLE
 
 MOST_USELESS: Final = 10_000
 """So many folders of no use are answered at once: ranks can make millions."""
-_FENCE_AT_END: Final = re.compile(r"-s\d{9}-a(\d{4,})$")
+_STEP_AND_FENCE: Final = re.compile(r"-s(\d{9})-a(\d{4,})$")
 _RECORD: Final = re.compile(r"([0-9]{8})\.json")
 # Records are linked one behind the other: a number so far beyond the last one is none of the chain.
 _LARGEST_GAP: Final = 1_000
@@ -217,20 +217,25 @@ class CommitChain:
             + (f" (damaged there: {hint})" if hint else "")
         )
 
-    def abandoned(self) -> list[Path]:
+    def abandoned(self, *, passed_over: bool = False) -> list[Path]:
         """The shard folders that no manifest names nor ever will: those of overtaken attempts; some of them where there are many.
 
         None while a record is damaged, for it may be the one that names them.
+
+        Args:
+            passed_over: Also those of the newest attempt from before the last step that it has committed. A late command
+                may still commit one.
         """
         # Read before the folders are listed: what is abandoned now can never be named later.
         reading = self._read_to_the_end()
         named = _named(reading)
         if named is None:
             return []
+        steps = (_place(name)[1] for name in named if _place(name)[0] == reading.fence)
+        end = reading.fence, max(steps, default=0) if passed_over else 0
 
         def is_overtaken(name: str) -> bool:
-            match = _FENCE_AT_END.search(name)
-            return match is not None and int(match[1]) < reading.fence
+            return _STEP_AND_FENCE.search(name) is not None and _place(name) < end
 
         found = self._files.folders(self._job / "shards", "ckpt_*")
         left = (path for path in found if is_overtaken(path.name) and path.name not in named)
@@ -387,6 +392,12 @@ class CommitChain:
     def _name_fence(self, fence: int) -> None:
         # Made durable with the record that follows it.
         self._files.touch(self._folder / f"{_OPENED}{fence:04d}")
+
+
+def _place(name: str) -> tuple[int, int]:
+    """The attempt and the step of a checkpoint; zeros for another name."""
+    match = _STEP_AND_FENCE.search(name)
+    return (0, 0) if match is None else (int(match[2]), int(match[1]))
 
 
 def _named(reading: ChainReading) -> set[str] | None:

@@ -30,6 +30,7 @@ from services.controller.domain.decisions import diagnose, replicas
 from services.controller.domain.decisions.attempt_end import settle
 from services.controller.domain.job import checkpoint as checkpoints
 from services.controller.domain.job.attempt import ATTEMPTS_KEPT, Attempt, NodeExit, NodeFindings
+from services.controller.domain.job.checkpoint import Checkpoint
 from services.controller.domain.job.effects import Draft
 from services.controller.domain.job.events import (
     AnswerOverdue,
@@ -43,6 +44,9 @@ from services.controller.domain.job.job import WAITING_STATES, Job
 ANSWER_DUE_MS: Final = 15_000
 RESENT_MOST: Final = 20
 """So often is a command sent again that an agent whose lease lives does not answer: 5 minutes."""
+# A rank can vote faster than its chain grows, for as long as it lives: each commit is a command that waits, and is
+# sent again.
+COMMITS_AT_ONCE: Final = 16
 _EVALUATIONS_KEPT: Final = 500
 _NOTICES_KEPT: Final = 8
 _STARTING_STATES: Final = frozenset({JobState.PLACING, JobState.STARTING})
@@ -332,9 +336,9 @@ def on_overdue(_event: AnswerOverdue, draft: Draft) -> None:
         _launch(draft, [n for n in nodes if n not in attempt.launched])
     if job.stop is not None and attempt.live_nodes:
         draft.send(stop_command(job, attempt, draft.now_ms), attempt.live_nodes)
-    for sealed in job.checkpoints.values():
-        if sealed.state == CheckpointState.SEALED and sealed.fence == attempt.fence:
-            send_commit(draft, attempt.fence, sealed.id)
+    # Not the one that waits for its turn: a later one may take its place, and what is given up must not be committed.
+    for sealed in sealed_of(job, attempt.fence)[:COMMITS_AT_ONCE]:
+        send_commit(draft, attempt.fence, sealed.id)
 
 
 def on_clock_set_back(event: ClockSetBack, draft: Draft) -> None:
@@ -395,6 +399,15 @@ def is_overdue(job: Job, now_ms: int) -> bool:
     awaits_end = job.stop is not None or (attempt.has_failed and bool(attempt.live_nodes))
     awaits_answer = awaits_commit or job.state == JobState.PLACING or awaits_end
     return awaits_answer and now_ms - since_ms > ANSWER_DUE_MS
+
+
+def sealed_of(job: Job, fence: int) -> list[Checkpoint]:
+    """Those of an attempt whose commit is not answered, by step."""
+    found = job.checkpoints.values()
+    return sorted(
+        (c for c in found if (c.state, c.fence) == (CheckpointState.SEALED, fence)),
+        key=lambda c: c.step,
+    )
 
 
 def send_commit(draft: Draft, fence: int, checkpoint_id: str) -> None:

@@ -17,7 +17,12 @@ from services.contract.messages.facts import (
 )
 from services.contract.words.states import CheckpointState
 from services.controller.domain.decisions.attempt_end import settle, succeed_late
-from services.controller.domain.decisions.attempt_events import answered, send_commit
+from services.controller.domain.decisions.attempt_events import (
+    COMMITS_AT_ONCE,
+    answered,
+    sealed_of,
+    send_commit,
+)
 from services.controller.domain.job import checkpoint as checkpoints
 from services.controller.domain.job.attempt import Attempt
 from services.controller.domain.job.checkpoint import LINKED_STATES, Checkpoint
@@ -28,9 +33,6 @@ from services.controller.domain.record import is_ahead
 _GONE_KEPT: Final = 64
 _ABORTED_KEPT: Final = 8
 _WRITING_KEPT: Final = 16
-# A rank can vote faster than its chain grows, for as long as it lives: each commit is a command that waits, and is
-# sent again.
-_COMMITS_AT_ONCE: Final = 16
 # Ranks may put files into a chain, and each number is an event and stays in the job's record.
 _DAMAGED_KEPT: Final = 256
 _STUCK_RESENT: Final = 16
@@ -270,12 +272,12 @@ def _give_up_oldest(draft: Draft) -> None:
 
 def _commit_in_turn(draft: Draft, sealed: Checkpoint) -> None:
     """Command its commit; while many are not answered, it waits in the place of the one that waited before."""
-    *earlier, _newest = _sealed_beside(draft, sealed)
-    if len(earlier) < _COMMITS_AT_ONCE:
+    *earlier, _newest = sealed_of(draft.job, sealed.fence)
+    if len(earlier) < COMMITS_AT_ONCE:
         send_commit(draft, sealed.fence, sealed.id)
         return
-    for old in earlier[_COMMITS_AT_ONCE:]:
-        why = f"a later one was written while {_COMMITS_AT_ONCE} commits were not answered"
+    for old in earlier[COMMITS_AT_ONCE:]:
+        why = f"a later one was written while {COMMITS_AT_ONCE} commits were not answered"
         _abort(draft, old, why)
 
 
@@ -283,18 +285,9 @@ def _commit_what_waited(draft: Draft, answered_for: Checkpoint | None) -> None:
     """An answer has made room for one."""
     if answered_for is None or answered_for.state != CheckpointState.SEALED:
         return
-    sealed = _sealed_beside(draft, answered_for)
-    if len(sealed) == _COMMITS_AT_ONCE:
+    sealed = sealed_of(draft.job, answered_for.fence)
+    if len(sealed) == COMMITS_AT_ONCE:
         send_commit(draft, answered_for.fence, sealed[-1].id)
-
-
-def _sealed_beside(draft: Draft, checkpoint: Checkpoint) -> list[Checkpoint]:
-    """Those of its attempt whose commit is not answered, by step."""
-    found = draft.job.checkpoints.values()
-    return sorted(
-        (c for c in found if (c.state, c.fence) == (CheckpointState.SEALED, checkpoint.fence)),
-        key=lambda c: c.step,
-    )
 
 
 def _abort(draft: Draft, known: Checkpoint, why: str) -> None:

@@ -224,7 +224,7 @@ class StorageRounds:
 
     def _remove_orphans_of(self, job_id: str, *, is_over: bool) -> None:
         chain = self._storage.chain(job_id)
-        useless = [*chain.drafts(), *chain.abandoned()]
+        useless = [*chain.drafts(), *chain.abandoned(passed_over=True)]
         useless += trace_drafts(self._files.root, job_id)
         if is_over:
             useless += chain.uncommitted()
