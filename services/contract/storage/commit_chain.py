@@ -327,7 +327,9 @@ class CommitChain:
         with own_folder(self._folder) as folder:
             _open_to_all(folder, stat.S_ISGID)
             for name in os.listdir(folder):  # noqa: PTH208 a descriptor, not a path
-                if stat.S_ISREG(os.lstat(name, dir_fd=folder).st_mode):
+                mode = os.lstat(name, dir_fd=folder).st_mode
+                # One that all may read already stays untouched: after a change of its mode it would be read again.
+                if stat.S_ISREG(mode) and stat.S_IMODE(mode) != _ALL_READ:
                     record = open_plain_in(folder, name)
                     try:
                         os.fchmod(record, _ALL_READ)
