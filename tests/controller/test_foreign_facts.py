@@ -493,3 +493,18 @@ def test_of_a_job_that_is_found_so_many_checkpoints_are_kept() -> None:
     assert checkpoint_id(job.id, MOST_KEPT + 15, 1) in kept.checkpoints
     after = decide(kept, FoundInStorage(told(1, 10), {}), NOW).job
     assert after.checkpoints.keys() == kept.checkpoints.keys()
+
+
+def test_beside_as_many_checkpoints_as_retention_keeps_one_that_is_found_has_room() -> None:
+    """Its link may be what Redis lost: without it the next attempt would go on from an older one."""
+    job = running(checkpoint={"keep_last": 1_000_000_000})
+    (one,) = played(job, saved(job, 1)).job.checkpoints.values()
+    kept = {
+        name: one.model_copy(update={"id": name, "step": step, "number": step + 1})
+        for step in range(1, MOST_KEPT + 1)
+        for name in [checkpoint_id(job.id, step, 1)]
+    }
+    full = job.model_copy(update={"checkpoints": kept})
+    after = decide(full, FoundInStorage(found(job, MOST_KEPT + 1), {}), NOW).job
+    assert after.latest_checkpoint is not None
+    assert after.latest_checkpoint.step == MOST_KEPT + 1

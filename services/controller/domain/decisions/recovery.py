@@ -187,9 +187,10 @@ def _with_checkpoints(job: Job, fact: JobFound, now_ms: int) -> Job:
     book = dict(job.checkpoints)
     new = sorted(n for n, manifest in fact.manifests.items() if manifest.checkpoint_id not in book)
     # Whoever may tell of jobs could tell of any number of checkpoints.
-    shards = [len(c.votes) for c in book.values()]
-    shards += [len(fact.manifests[number].shards) for number in reversed(new)]
-    room = max(checkpoints.room_for(shards) - len(book), 0)
+    # Of the others those that retention keeps leave room, for it gives up the oldest: what is found may be the newest.
+    pinned = [len(c.votes) for c in book.values() if c.pinned]
+    found = [len(fact.manifests[number].shards) for number in reversed(new)]
+    room = max(checkpoints.room_for([*pinned, *found]) - len(pinned), 0)
     left_out = set(new[: len(new) - room])
     committed = {c.id for c in book.values() if c.state == CheckpointState.COMMITTED}
     # A storage that was restored from an older copy may have only what retention has removed since. It is told of
