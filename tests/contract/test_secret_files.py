@@ -128,6 +128,7 @@ def test_a_password_of_any_characters_becomes_part_of_the_address(
     [
         ("server:6379", "must begin with redis://"),
         ("https://server", "must begin with redis://"),
+        ("REDIS://server", "must begin with redis://"),
         ("redis://:zz/yy@server", "write / as %2F"),
         ("redis://server:99999", "no valid host and port"),
         ("redis://[zz]/0", "no valid host and port"),

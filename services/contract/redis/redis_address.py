@@ -4,7 +4,7 @@ from pathlib import Path
 from urllib.parse import SplitResult, quote, urlencode, urlsplit, urlunsplit
 
 _TLS = "rediss"
-_SCHEMES = ("redis", _TLS, "unix")
+_SCHEMES = ("redis://", "rediss://", "unix://")
 _UNTRUSTED = "CERTIFICATE_VERIFY_FAILED"
 
 
@@ -59,7 +59,7 @@ def parts_of(url: str) -> SplitResult:
             "the URL of Redis has no valid host and port; in a password that it has, write / as %2F and : as %3A, or "
             "set MESHLOOM_REDIS_PASSWORD"
         ) from None
-    if parts.scheme not in _SCHEMES:
+    if not url.startswith(_SCHEMES):  # redis-py takes no other case
         raise ValueError("the URL of Redis must begin with redis://, rediss:// or unix://")
     return parts
 
