@@ -31,9 +31,9 @@ class MeshloomCallback(Callback):
     progress of the loops, the states of callbacks, data module and precision, and what hooks add
     (``on_save_checkpoint``), of several ranks those of the first; beside it the states of random numbers. It is taken
     when all is done for its step, a validation and hooks of the module included, that of an epoch's last step when all
-    is done for the epoch. Lightning
-    restores the position within an epoch: exactly if there is one rank and the data loader has ``state_dict`` and
-    ``load_state_dict`` (torchdata's ``StatefulDataLoader``), else from the beginning of the loader's order.
+    is done for the epoch. Lightning restores the position within an epoch: exactly if there is one rank and the data
+    loader has ``state_dict`` and ``load_state_dict`` (torchdata's ``StatefulDataLoader``), else from the beginning of
+    the loader's order.
 
     Args:
         every: Steps between checkpoints; 0: only when one is asked for, before a stop, and after the

@@ -234,15 +234,22 @@ def check_converted_grads(ctx: RankContext, case: str, part: str) -> None:
                 each.get_submodule(part).double()
                 if part:
                     each[1].register_forward_pre_hook(lambda _, args: args[0].double())
+    assert_averages(ctx, params, plain)
+
+
+def assert_averages(
+    ctx: RankContext, params: list[nn.Parameter], plain: nn.Module, *, check_dtype: bool = True
+) -> None:
+    """The gradients are those of the plain module, averaged over ranks; owned ones are the first rank's."""
     for param, expected in zip(params, plain.parameters(), strict=True):
         assert expected.grad is not None
         dist.all_reduce(expected.grad, dist.ReduceOp.AVG)
         grad = param.grad
         assert grad is not None
         if owned_over(param) is None:
-            torch.testing.assert_close(full(grad), expected.grad)
+            torch.testing.assert_close(full(grad), expected.grad, check_dtype=check_dtype)
         elif ctx.rank == 0:
-            torch.testing.assert_close(local(grad), expected.grad)
+            torch.testing.assert_close(local(grad), expected.grad, check_dtype=check_dtype)
 
 
 class TwoEmbeddings(nn.Module):
@@ -287,15 +294,7 @@ def check_graph_before_conversion(ctx: RankContext, case: str, part: str, *, goe
         loss = each(at)
         each.get_submodule(part).double()
         torch.autograd.backward(loss + each(at) if goes_on else loss)
-    for param, expected in zip(params, plain.parameters(), strict=True):
-        assert expected.grad is not None
-        dist.all_reduce(expected.grad, dist.ReduceOp.AVG)
-        grad = param.grad
-        assert grad is not None
-        if owned_over(param) is None:
-            torch.testing.assert_close(full(grad), expected.grad, check_dtype=False)
-        elif ctx.rank == 0:
-            torch.testing.assert_close(local(grad), expected.grad, check_dtype=False)
+    assert_averages(ctx, params, plain, check_dtype=False)
 
 
 def matrices_owned_by_the_first(param: nn.Parameter) -> Owned | None:

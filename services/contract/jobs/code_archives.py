@@ -15,13 +15,14 @@ import stat
 import tarfile
 import time
 import unicodedata
-import zlib
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Annotated, Any, Final, cast
+from typing import IO, Annotated, Final, cast
 
 from pydantic import StringConstraints
+
+from services.contract.system.gzip_text import GzipText
 
 CodeDigest = Annotated[str, StringConstraints(pattern=r"^sha256:[0-9a-f]{64}$")]
 """``sha256:`` and 64 hexadecimal digits: of the archive's bytes as they are uploaded."""
@@ -44,9 +45,6 @@ _HEADER_BYTES: Final = 4_096
 _MANY_DIGITS: Final = re.compile(rb"[0-9]{100}")
 _READ_WITHIN_S: Final = 30.0
 _PIECE: Final = 1 << 20
-_GZIP: Final = 31
-"""For zlib: the largest window, and the header and checksum of gzip."""
-_PACKED_BYTES: Final = 16 << 10
 _INFLATED_BYTES: Final = 64 << 10
 _MODULE_SUFFIXES: Final = (".py", ".pyc", ".so")
 _TAKEN: Final = frozenset({tarfile.REGTYPE, tarfile.AREGTYPE, tarfile.DIRTYPE})
@@ -228,49 +226,12 @@ def _members(body: bytes) -> Iterator[tuple[Member, IO[bytes] | None]]:
         ) from error
 
 
-class _Gunzipped(io.RawIOBase):
-    """The text of one gzip member, which is all that there may be.
-
-    ``gzip`` reads any number of members, and their headers byte by byte: 16 MiB of empty ones take seconds.
-    """
-
-    def __init__(self, body: bytes) -> None:
-        super().__init__()
-        self._body = memoryview(body)
-        self._inflate = zlib.decompressobj(wbits=_GZIP)
-
-    def readable(self) -> bool:
-        """It is there to be read."""
-        return True
-
-    def readinto(self, buffer: Any, /) -> int:  # noqa: ANN401 - Python 3.11 has no name for buffers
-        """Reads at least a byte, or that it has ended.
-
-        Raises:
-            CodeArchiveError: Something follows it.
-            EOFError: It is cut.
-            zlib.error: It is none, or damaged.
-        """
-        room = memoryview(buffer)
-        while not self._inflate.eof:
-            packed = self._inflate.unconsumed_tail
-            if not packed:
-                packed, self._body = bytes(self._body[:_PACKED_BYTES]), self._body[_PACKED_BYTES:]
-            if text := self._inflate.decompress(packed, len(room)):
-                room[: len(text)] = text
-                return len(text)
-            if not packed:
-                raise EOFError("it ends in the middle")
-        if self._inflate.unused_data or self._body:
-            raise CodeArchiveError("the archive is damaged: something follows its gzip")
-        return 0
-
-
 class _Metered:
     """What a gzipped text holds, no more of it than was allowed for the next member."""
 
     def __init__(self, body: bytes) -> None:
-        self._text = io.BufferedReader(_Gunzipped(body), _INFLATED_BYTES)
+        self._gzip = GzipText(io.BytesIO(body), len(body))
+        self._text = io.BufferedReader(self._gzip, _INFLATED_BYTES)
         self._read = 0
         self._allowed = 0
         self._header_at = 0
@@ -306,7 +267,7 @@ class _Metered:
         return piece
 
     def end(self) -> None:
-        """See that nothing but padding follows; the gzip's own checksum is compared with it.
+        """See that nothing but padding follows, and nothing behind the gzip, whose checksum is compared with it.
 
         Raises:
             CodeArchiveError: Something does.
@@ -315,6 +276,8 @@ class _Metered:
         while piece := self.read(_HEADER_BYTES):
             if piece.strip(b"\0"):
                 raise CodeArchiveError("the archive is damaged: something follows its last member")
+        if self._gzip.is_followed():
+            raise CodeArchiveError("the archive is damaged: something follows its gzip")
 
 
 class _Judge:

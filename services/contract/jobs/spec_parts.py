@@ -322,8 +322,8 @@ class CheckpointSpec(SpecPart):
         default=2,
         ge=1,
         le=_MOST,
-        description="How many of the newest committed checkpoints retention keeps: at most 8,192, and no "
-        "more than have 65,536 shards (one for each rank) together.",
+        description="How many of the newest committed checkpoints retention keeps: at most 8,192, "
+        "with at most 65,536 shards (one for each rank) together.",
     )
     mode: Literal["sync", "async"] = Field(
         default="async",

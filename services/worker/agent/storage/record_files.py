@@ -24,7 +24,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, BinaryIO, Final, NamedTuple
+from typing import BinaryIO, Final, NamedTuple
 
 import structlog
 from pydantic import JsonValue, TypeAdapter, ValidationError
@@ -33,6 +33,7 @@ from services.contract.messages.telemetry import LogLine, MetricRecord, StepReco
 from services.contract.redis import redis_keys
 from services.contract.storage.commit_chain import DRAFT_PREFIX
 from services.contract.system.durable import append_plain, open_plain, sync_folder
+from services.contract.system.gzip_text import GzipText
 from services.worker.agent.storage.shared_files import SharedFiles
 
 PART_BYTES: Final = 64 << 20
@@ -56,7 +57,6 @@ _MOST_READ_OF_ALL: Final = 8 * _MOST_READ
 _SHORTEST_LINE: Final = 64
 # What is closed may take four bytes a character.
 _MOST_PUBLISHED: Final = 4 * CLOSED_BYTES
-_GZIP_ALONE: Final = 16 + zlib.MAX_WBITS
 _log = structlog.get_logger()
 
 
@@ -357,47 +357,10 @@ def _lines(path: Path, most: int) -> Iterator[str]:
             yield from _of_stream(file, most)
             return
         try:
-            with io.BufferedReader(_Unpacked(file)) as unpacked:
+            with io.BufferedReader(GzipText(file, _MOST_READ)) as unpacked:
                 yield from _of_stream(unpacked, most)
         except (EOFError, zlib.error) as error:
             _log.error("records_damaged", file=str(path), why=str(error))
-
-
-class _Unpacked(io.RawIOBase):
-    """The text of a gzip, and nothing of what follows it.
-
-    Python's own reader looks for another gzip behind it, byte by byte: a terabyte of zeros takes no room on
-    a disk, and days there.
-    """
-
-    def __init__(self, packed: BinaryIO) -> None:
-        self._packed = packed
-        self._gzip = zlib.decompressobj(wbits=_GZIP_ALONE)
-        self._left = _MOST_READ
-
-    def readable(self) -> bool:
-        """Whether it is read: always."""
-        return True
-
-    def readinto(self, buffer: Any, /) -> int:  # noqa: ANN401 no type of it in Python 3.11
-        """Read up to as much as there is room for.
-
-        Raises:
-            EOFError: It goes on longer than any of ours, or ends too early.
-            zlib.error: It is no gzip.
-        """
-        while not self._gzip.eof:
-            piece = self._gzip.unconsumed_tail
-            if not piece:
-                piece = self._packed.read(min(self._left, io.DEFAULT_BUFFER_SIZE))
-                self._left -= len(piece)
-            if not piece:
-                raise EOFError("it has no end, or is longer than what is read of one")
-            text = self._gzip.decompress(piece, len(buffer))
-            if text:
-                buffer[: len(text)] = text
-                return len(text)
-        return 0
 
 
 def _of_stream(file: BinaryIO, most: int) -> Iterator[str]:

@@ -1,6 +1,6 @@
 // Written by `npm run types` from tests/controller/openapi.json; not to be edited.
-// document 9f6875e1414e3a6b6dddd208a8b9ee3766902a7862df2e5fc74ed64ff55c6b5f
-// types 8ca036c762107a14e6000c451a7b75ab3a70961b9b1b854767dbff220f71b210
+// document 00ecb0c75f8203938f0c6c2c2ecbfea04ef3e2d5e982c15fe4cb1f3927317b91
+// types b2c52788d7271008f7b81d6d57388c40b5f10b91c252f4ea6895960ba76bbce5
 
 export type paths = Record<string, never>;
 export type webhooks = Record<string, never>;
@@ -202,7 +202,7 @@ export interface components {
             keep_best?: components["schemas"]["KeepBestSpec"] | null;
             /**
              * Keep Last
-             * @description How many of the newest committed checkpoints retention keeps: at most 8,192, and no more than have 65,536 shards (one for each rank) together.
+             * @description How many of the newest committed checkpoints retention keeps: at most 8,192, with at most 65,536 shards (one for each rank) together.
              * @default 2
              */
             keep_last: number;
