@@ -48,6 +48,11 @@ def plan_parts(plan: PlanView) -> Iterator[RenderableType]:
         yield Text("\nmemory of a rank at its peak", style="bold")
         for kind in plan.memory:
             yield from _memory_bar(kind, plan.memory_limit_bytes)
+        if plan.memory_reserve_bytes is not None:
+            left = size(plan.memory_reserve_bytes)
+            yield Text(
+                f"{left} of the GPU are left to the allocator's fragments and the process itself"
+            )
     if plan.traffic:
         yield Text("\ntraffic of a rank in a step", style="bold")
         yield _traffic_table(plan)

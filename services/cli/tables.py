@@ -169,7 +169,11 @@ def estimate_line(estimate: EstimateView) -> str:
         return f"{estimated} estimated; nothing measured yet"
     measured_as = _MEASURED.get(estimate.measured_as or "", "")
     words = f"{estimated} estimated; {size(estimate.measured_peak_bytes)} measured ({measured_as})"
-    return words if estimate.ratio is None else f"{words}: {estimate.ratio:.2f} times as much"
+    if estimate.ratio is not None:
+        words += f": {estimate.ratio:.2f} times as much"
+    if estimate.measured_fragments_bytes is not None:
+        words += f"; and {size(estimate.measured_fragments_bytes)} of fragments"
+    return words
 
 
 def _waited_for(rank: RankView) -> Text:

@@ -270,7 +270,8 @@ def test_samples_show_where_each_rank_stands(controller: Controller) -> None:
     now_ms = controller.client.time()[0] * 1000
     assert {rank: s.pid for rank, s in samples.items()} == pids
     assert all(
-        abs(s.seen_ms - now_ms) < 30_000 and (s.memory_bytes, s.peak_bytes) == (4096 + s.rank, 1024)
+        abs(s.seen_ms - now_ms) < 30_000
+        and (s.memory_bytes, s.peak_bytes, s.fragments_bytes) == (4096 + s.rank, 1024, 512)
         for s in samples.values()
     )
     assert samples[0].issued == {"dp": 0}

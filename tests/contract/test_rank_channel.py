@@ -78,6 +78,16 @@ def test_the_wait_for_data_is_a_figure_only_where_it_was_measured(board: Board) 
     assert board.reader.step(2 + RING_LENGTH) is None
 
 
+def test_what_an_allocator_holds_over_its_peak_is_a_figure_only_where_there_is_one(
+    board: Board,
+) -> None:
+    record = board.finish(1)  # as on a CPU, and by ranks that know no such figure
+    assert board.reader.fragments_bytes() is None
+    for written, read in ((1 << 30, 1 << 30), (-1, None)):
+        board.writer.finish_step(record, peak_bytes=5, fragments_bytes=written, now_ns=2)
+        assert board.reader.fragments_bytes() == read
+
+
 def test_a_snapshot_is_read_back_exactly(board: Board) -> None:
     snapshot = BoardSnapshot(
         fence=3,

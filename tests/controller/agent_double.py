@@ -164,8 +164,7 @@ class AgentDouble:
         issued: Iterable[int],
         step: int = 3,
         scores: Iterable[float] | None = None,
-        memory_bytes: int = 0,
-        peak_bytes: int = 0,
+        **memory: int,
     ) -> None:
         late = dict(enumerate(scores or ()))
         for seat, number in zip(gang.plan.ranks, issued, strict=True):
@@ -180,9 +179,8 @@ class AgentDouble:
                 step=step,
                 issued={"dp_shard": number},
                 straggler_score=late.get(seat.rank),
-                memory_bytes=memory_bytes + seat.rank if memory_bytes else 0,
-                peak_bytes=peak_bytes + seat.rank if peak_bytes else None,
                 seen_ms=1_700_000_000_000,
+                **{name: nbytes + seat.rank for name, nbytes in memory.items()},
             )
             self._redis.hset(keys.job_ranks(gang.job_id), str(seat.rank), sample.model_dump_json())
 

@@ -145,6 +145,7 @@ def test_a_job_by_a_plan_runs_that_very_plan(plane: ControlPlane) -> None:
         "measured_peak_bytes": None,
         "measured_as": None,
         "ratio": None,
+        "measured_fragments_bytes": None,
     }
     predicted = fullest["peak"]["total"]
     plane.agent.samples(gang, [1, 1], memory_bytes=9 * predicted)

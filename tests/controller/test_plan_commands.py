@@ -4,6 +4,7 @@ import json
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from redis import Redis
@@ -11,7 +12,9 @@ from typer.testing import CliRunner, Result
 
 from services.cli.app import app
 from services.cli.errors import CliError
+from services.cli.plan_command import show
 from services.cli.terminal import console
+from services.contract.api.plan_views import PlanView
 from services.contract.messages.probing import ProbeFailure, ProbeModel
 from tests.controller.agent_double import AgentDouble
 from tests.controller.conftest import job_body
@@ -91,22 +94,33 @@ def test_a_plan_is_shown_and_submitted_and_compared_with_what_was_measured(
     assert "loom-1" in busy
     plan = json.loads(terminal.types("plan", spec, "--json").stdout)
     assert plan["probe"]["cached"]
+    assert "fragments" not in printed(plan)
+    left = printed(plan | {"memory_reserve_bytes": 8 << 30})
+    assert "8.0 GiB of the GPU are left to the allocator's fragments" in left
     submitted = terminal.types("submit", "--plan-id", plan["id"])
     assert submitted.exit_code == 0, submitted.output
     job_id = submitted.stdout.split()[1]
     gang = terminal.agent.launches(job_id)
     assert gang.spec.train.micro_batch == plan["micro_batch"]
     assert "nothing measured yet" in terminal.types("status", job_id).stdout
-    terminal.agent.samples(gang, [1, 1], peak_bytes=3 * plan["memory"][0]["peak"]["total"])
+    predicted = plan["memory"][0]["peak"]["total"]
+    terminal.agent.samples(gang, [1, 1], peak_bytes=3 * predicted, fragments_bytes=5 << 20)
     compared = terminal.types("status", job_id).stdout
     assert "nothing measured yet" not in compared
     assert "times as much" not in compared  # less was estimated than other things take
+    assert "and 5.0 MiB of fragments" in compared, "the most of any rank"
     directly = terminal.types("submit", spec, "--plan")
     assert directly.exit_code == 0, directly.output
     assert "plan_" in directly.stdout
     assert "submitted job_" in directly.stdout
     fresh = terminal.types_while(terminal.profiles, "plan", spec, "--fresh")
     assert fresh.exit_code == 0, fresh.output
+
+
+def printed(plan: dict[str, Any]) -> str:
+    with console.capture() as captured:
+        show(PlanView.model_validate(plan))
+    return captured.get()
 
 
 def _without_figures(shown: str) -> str | None:

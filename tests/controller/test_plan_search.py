@@ -203,6 +203,9 @@ def test_a_rank_may_use_most_of_its_share_of_a_node() -> None:
     with_gpus = node(slots=4, gpus=2)
     assert RankRoom.on(with_gpus, "cpu").memory_bytes == int((1 << 34) / 4 * 0.9)
     assert RankRoom.on(with_gpus, "cuda").memory_bytes == int((1 << 37) * 0.9)
+    # The rest of a GPU is named, for nothing of it is in the estimate.
+    assert RankRoom.on(with_gpus, "cuda").reserve_bytes == (1 << 37) - int((1 << 37) * 0.9)
+    assert RankRoom.on(with_gpus, "cpu").reserve_bytes is None
     measured = with_gpus.model_copy(update={"measured": {"cpu": Measurement(facts=FACTS, at_ms=1)}})
     assert RankRoom.on(measured, "cpu").facts == FACTS
     assert RankRoom.on(measured, "cuda").facts is None

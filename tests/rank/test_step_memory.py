@@ -1,6 +1,7 @@
 """What the steps of a CPU rank take, by the kernel's count of a process that does nothing else."""
 
 import mmap
+import multiprocessing
 import os
 import resource
 import subprocess
@@ -11,9 +12,15 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TypeVar
 
+import pytest
 import torch
 
-from services.worker.rank.loop.step_memory import MEASURED_STEPS, HostMemory, MemoryFigures
+from services.worker.rank.loop.step_memory import (
+    MEASURED_STEPS,
+    HostMemory,
+    MemoryFigures,
+    step_memory,
+)
 from services.worker.rank.process.host_memory import count_shared_memory, limit_memory
 from tests.forking import forking
 
@@ -191,3 +198,31 @@ def limits() -> tuple[int, int]:
 def test_a_limit_counts_the_part_of_this_process_of_what_it_shares() -> None:
     before, after = alone(limits)
     assert abs(before - after - 32 * MIB) < SLACK
+
+
+def on_a_device_in_pieces() -> tuple[MemoryFigures, MemoryFigures]:
+    memory = step_memory(torch.device("cuda"))
+    memory.begin_model()
+    pieces = [torch.ones(4 * MIB, dtype=torch.uint8, device="cuda") for _ in range(32)]
+    whole = memory.end_step(0)
+    # Every other piece is free: twice as large a tensor finds no room in any, so that more is taken of
+    # the device, while the most that was given out stays what it was.
+    del pieces[::2]
+    larger = [torch.ones(24 * MIB, dtype=torch.uint8, device="cuda") for _ in range(2)]
+    in_pieces = memory.end_step(0)
+    del pieces, larger
+    return whole, in_pieces
+
+
+@pytest.mark.gpu
+def test_fragments_of_a_devices_allocator_are_counted_apart_from_its_peak() -> None:
+    with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
+        whole, in_pieces = pool.submit(on_a_device_in_pieces).result(timeout=120)
+    assert whole.peak == in_pieces.peak == 128 * MIB
+    assert whole.fragments is not None
+    assert in_pieces.fragments is not None
+    assert in_pieces.fragments >= whole.fragments + 40 * MIB
+
+
+def test_a_host_has_no_fragments_that_an_allocator_counts() -> None:
+    assert alone(one_step).fragments is None

@@ -117,7 +117,8 @@ class PlanOutcome(_View):
 
     ``feasible``: it fits the memory, and known nodes could seat it. ``reasons`` say why, or why
     not; ``advice`` what to change. ``ranks``: where they would sit now; empty where there is no room
-    (``placement`` says why). ``memory_limit_bytes``: what a rank may use.
+    (``placement`` says why). ``memory_limit_bytes``: what a rank may use; ``memory_reserve_bytes``: what
+    is left of its GPU for the allocator's fragments and for the process itself, None on CPUs.
     """
 
     feasible: bool | None = None
@@ -131,6 +132,7 @@ class PlanOutcome(_View):
     units: tuple[PlanUnit, ...] = ()
     memory: tuple[RankMemory, ...] = ()
     memory_limit_bytes: int | None = None
+    memory_reserve_bytes: int | None = None
     traffic: tuple[AxisTraffic, ...] = ()
     step_time: StepTimeView | None = None
     model_flops: int | None = Field(
@@ -243,11 +245,13 @@ class EstimateView(JobEstimate):
     what the process held before it built the model, and copies for checkpoints; ``allocated``, on
     GPUs, is the most that PyTorch's allocator had given out. ``ratio``: measured to estimated; None
     if less than 64 MiB (2 MiB on GPUs) was estimated, which other things take in any process.
+    ``measured_fragments_bytes``, on GPUs: the most that the allocator of any rank held over its peak.
     """
 
     measured_peak_bytes: int | None = None
     measured_as: Literal["resident_growth", "allocated"] | None = None
     ratio: float | None = None
+    measured_fragments_bytes: int | None = None
 
 
 class FromPlan(BaseModel):

@@ -215,6 +215,9 @@ class RankView(_View):
     peak_bytes: int | None = Field(
         None, description="the most that its steps took, without the process itself"
     )
+    fragments_bytes: int | None = Field(
+        None, description="on GPUs what PyTorch's allocator held over that, as fragments"
+    )
     issued: dict[str, int] = {}
     completed: dict[str, int] = {}
     last_seen_at: datetime | None = None

@@ -6,6 +6,7 @@ it by ``pread``, because a mapped page of a file that the rank has cut would kil
     0      magic, version                                       two 8-byte slots
     16     pulse: the monotonic clock, by a thread of its own   one 8-byte slot
     24     how many steps there will be, as a script says       one 8-byte slot
+    32     the allocator's fragments in bytes, 0 where unknown  one 8-byte slot
     64     snapshot A: sequence number, fields, checksum        all slots 8 bytes, aligned
     1088   snapshot B: the same
     4096   ring of the last 256 steps, each 80 bytes: step, six figures, memory, clock, checksum
@@ -45,6 +46,7 @@ _MAGIC: Final = 0x4D4C424F41524431
 _VERSION: Final = 4
 _PULSE: Final = 16
 _ALL_STEPS: Final = 24
+_FRAGMENTS: Final = 32
 _NEW_FILE: Final = 0o666  # less the umask
 _SLOTS: Final = (64, 1088)
 _RING: Final = 4096
@@ -203,7 +205,9 @@ class BoardWriter:
         """Store the pulse; from any one thread."""
         _CLOCK.pack_into(self._memory, _PULSE, now_ns)
 
-    def finish_step(self, step: BoardStep, *, now_ns: int, peak_bytes: int = 0) -> None:
+    def finish_step(
+        self, step: BoardStep, *, now_ns: int, peak_bytes: int = 0, fragments_bytes: int = 0
+    ) -> None:
         """Publish a finished step: in the ring, and in the snapshot."""
         record = _STEP.pack(
             step.step,
@@ -218,6 +222,7 @@ class BoardWriter:
             step.ended_ms,
         )
         _CLOCK.pack_into(self._memory, _ALL_STEPS, step.of)
+        _CLOCK.pack_into(self._memory, _FRAGMENTS, fragments_bytes)
         _store(self._memory, _ring_offset(step.step), record)
         self.store(
             replace(
@@ -333,6 +338,15 @@ class BoardReader:
         (steps,) = _CLOCK.unpack(self._read(_ALL_STEPS, _CLOCK.size))
         _check_step(steps)
         return int(steps)
+
+    def fragments_bytes(self) -> int | None:
+        """What the allocator holds over the most that it gave out; None where that is not known.
+
+        Raises:
+            BoardError: The file is no board any more.
+        """
+        (held,) = _CLOCK.unpack(self._read(_FRAGMENTS, _CLOCK.size))
+        return int(held) if held > 0 else None
 
     def arrivals(self, place: int) -> dict[int, int]:
         """When the last collectives of the group at ``place`` were issued, by their number.

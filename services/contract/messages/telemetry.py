@@ -28,6 +28,7 @@ class RankProgress(Message):
     fence: Positive
     step: Whole
     peak_bytes: Whole | None = None
+    fragments_bytes: Whole | None = None
 
 
 class RankSample(RankProgress):
@@ -37,8 +38,9 @@ class RankSample(RankProgress):
     seconds, memory in bytes: on GPUs the most that PyTorch's allocator had given out by the end of
     the last step, on CPUs what of the process was resident then. ``peak_bytes`` is the most that
     the steps of this attempt took so far: on GPUs the same, on CPUs without the process itself
-    (``services.worker.rank.loop.step_memory``); None where that is not known. ``beat_age_s`` is the age
-    of the board's last store when sampled.
+    (``services.worker.rank.loop.step_memory``); ``fragments_bytes`` what the allocator of a GPU held
+    over that; both are None where they are not known. ``beat_age_s`` is the age of the board's last
+    store when sampled.
 
     ``arrival_lag_s`` is how much later than the first rank this one issues a collective, on
     average; ``straggler_score`` the share of the time in which it was late at a collective that

@@ -104,8 +104,9 @@ def job_view(
 def _estimate_view(job: Job, samples: Mapping[int, RankProgress]) -> EstimateView | None:
     if job.estimate is None:
         return None
-    seen = [s.peak_bytes for s in samples.values() if s.fence == job.fence and s.peak_bytes]
-    most = max(seen, default=None)
+    of_attempt = [sample for sample in samples.values() if sample.fence == job.fence]
+    most = max((each.peak_bytes for each in of_attempt if each.peak_bytes), default=None)
+    fragments = (each.fragments_bytes for each in of_attempt if each.fragments_bytes is not None)
     is_host = job.plan is None or job.plan.device_type == "cpu"
     way: Literal["resident_growth", "allocated"] = "resident_growth" if is_host else "allocated"
     estimated = job.estimate.peak.total
@@ -116,6 +117,7 @@ def _estimate_view(job: Job, samples: Mapping[int, RankProgress]) -> EstimateVie
         ratio=round(most / estimated, 3)
         if most is not None and estimated >= _RESOLVED_BYTES[way]
         else None,
+        measured_fragments_bytes=max(fragments, default=None),
     )
 
 
@@ -316,6 +318,7 @@ def _rank_view(sample: RankSample, foremost: Mapping[str, int], *, is_straggler:
         tokens_per_s=sample.tokens_per_s,
         memory_bytes=sample.memory_bytes,
         peak_bytes=sample.peak_bytes,
+        fragments_bytes=sample.fragments_bytes,
         issued=dict(sample.issued),
         completed=dict(sample.completed),
         last_seen_at=moment(sample.seen_ms) if sample.seen_ms else None,

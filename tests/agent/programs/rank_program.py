@@ -64,6 +64,7 @@ def train(*, seat: RankSeat, pipe: AgentPipe, board: BoardWriter, listen_fd: int
                 ended_ms=time.time_ns() // 1_000_000,
             ),
             peak_bytes=1024,
+            fragments_bytes=512,
             now_ns=time.monotonic_ns(),
         )
         if options.get("evaluates") and seat.rank == 0:

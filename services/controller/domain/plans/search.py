@@ -58,6 +58,7 @@ class RankRoom:
     """What the nodes have for a job: where it would sit, and what a rank there may use.
 
     ``node_bytes``: what all ranks of a node have together; 0: each has a device of its own.
+    ``reserve_bytes``: what of a device is left to its allocator's fragments and to the process.
     """
 
     device_type: DeviceType
@@ -65,6 +66,7 @@ class RankRoom:
     memory_bytes: int
     facts: NodeFacts | None = None
     node_bytes: int = 0
+    reserve_bytes: int | None = None
 
     @classmethod
     def on(cls, node: Node, device_type: DeviceType) -> "RankRoom":
@@ -78,8 +80,10 @@ class RankRoom:
             seats = inventory.cpu_slots
         measured = node.measured.get(device_type)
         facts = None if measured is None else measured.facts
-        shared = 0 if device_type == "cuda" else int(inventory.memory_bytes * _USABLE)
-        return cls(device_type, max(seats, 1), max(int(memory * _USABLE), 1), facts, shared)
+        usable = max(int(memory * _USABLE), 1)
+        if device_type == "cuda":
+            return cls(device_type, max(seats, 1), usable, facts, reserve_bytes=memory - usable)
+        return cls(device_type, max(seats, 1), usable, facts, int(inventory.memory_bytes * _USABLE))
 
     def alone(self, ranks: int) -> "RankRoom":
         """The same while no other job is there: so many ranks share what the node has."""
@@ -153,6 +157,7 @@ def _work_out(study: Study) -> PlanOutcome:
             advice=("name other modules in plan.units, or leave the plan to the search",),
             device_type=room.device_type,
             memory_limit_bytes=room.memory_bytes,
+            memory_reserve_bytes=room.reserve_bytes,
         )
     return _outcome(study, answer)
 
@@ -254,6 +259,7 @@ def _outcome(study: Study, answer: LayoutAnswer) -> PlanOutcome:
         ),
         device_type=room.device_type,
         memory_limit_bytes=room.memory_bytes,
+        memory_reserve_bytes=room.reserve_bytes,
         alternatives=tuple(_alternative(each) for each in answer.alternatives),
         ranks=seats.ranks if isinstance(seats, Placed) else (),
         placement=None if isinstance(seats, Placed) else seats.reason,

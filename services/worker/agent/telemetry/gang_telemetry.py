@@ -328,6 +328,7 @@ class GangTelemetry:
         groups = ready.groups if ready is not None else ()
         lateness = self._meter.of(rank)
         newest = self._ask(rank, lambda reader: reader.step(max(board.step, 0)))
+        fragments = self._ask(rank, BoardReader.fragments_bytes)
         return RankSample(
             rank=rank,
             local_rank=seat.local_rank,
@@ -346,6 +347,7 @@ class GangTelemetry:
             data_wait_s=None if newest is None else _finite(newest.data_wait_s),
             memory_bytes=max(board.memory_bytes, 0),
             peak_bytes=max(board.peak_bytes, 0) or None,
+            fragments_bytes=fragments,
             issued=dict(zip(groups, board.issued, strict=False)),
             completed=dict(zip(groups, board.completed, strict=False)),
             beat_age_s=_age_s(board.stored_ns) if board.stored_ns else 0.0,

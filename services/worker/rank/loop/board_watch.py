@@ -91,5 +91,6 @@ class BoardWatch:
         self._board.finish_step(
             replace(step, memory_bytes=memory.held, ended_ms=time.time_ns() // 1_000_000),
             peak_bytes=memory.peak or 0,
+            fragments_bytes=memory.fragments or 0,
             now_ns=time.monotonic_ns(),
         )

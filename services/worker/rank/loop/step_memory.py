@@ -30,11 +30,13 @@ _USUAL_MMAPPED_BYTES: Final = 1 << 25
 class MemoryFigures:
     """Bytes: what the rank holds now, and the most that its steps took.
 
-    ``peak`` is None where the kernel does not tell it.
+    ``peak`` is None where the kernel does not tell it. ``fragments``: what the allocator of a GPU
+    took of the device over that, None on a host.
     """
 
     held: int
     peak: int | None
+    fragments: int | None = None
 
 
 class StepMemory(Protocol):
@@ -63,7 +65,7 @@ def step_memory(device: torch.device) -> StepMemory:
 
 
 class DeviceMemory:
-    """What PyTorch's allocator gave out at most since the process began.
+    """What PyTorch's allocator gave out at most since the process began, and its fragments apart.
 
     Args:
         device: Of the rank.
@@ -84,8 +86,9 @@ class DeviceMemory:
 
     def end_step(self, copies: int) -> MemoryFigures:  # noqa: ARG002 (they lie elsewhere)
         """After a step what its activations took is free again, so both are the most so far."""
-        most = torch.cuda.max_memory_allocated(self._device)
-        return MemoryFigures(most, most)
+        stats = torch.cuda.memory_stats(self._device)
+        most = stats["allocated_bytes.all.peak"]
+        return MemoryFigures(most, most, stats["reserved_bytes.all.peak"] - most)
 
 
 class HostMemory:

@@ -1,6 +1,6 @@
 // Written by `npm run types` from tests/controller/openapi.json; not to be edited.
-// document 00ecb0c75f8203938f0c6c2c2ecbfea04ef3e2d5e982c15fe4cb1f3927317b91
-// types b2c52788d7271008f7b81d6d57388c40b5f10b91c252f4ea6895960ba76bbce5
+// document 07cd4aba6e01e541d1c6d42c9ae0a6e8ce19d8e73c99eade27cc9efee65f5808
+// types d9c43dddbff2ca81dc68da763a1b5b83546da6c4b37d6889c134cac7f1e5c8e9
 
 export type paths = Record<string, never>;
 export type webhooks = Record<string, never>;
@@ -499,6 +499,7 @@ export interface components {
          *     what the process held before it built the model, and copies for checkpoints; ``allocated``, on
          *     GPUs, is the most that PyTorch's allocator had given out. ``ratio``: measured to estimated; None
          *     if less than 64 MiB (2 MiB on GPUs) was estimated, which other things take in any process.
+         *     ``measured_fragments_bytes``, on GPUs: the most that the allocator of any rank held over its peak.
          */
         EstimateView: {
             /**
@@ -508,6 +509,8 @@ export interface components {
             host_bytes: number;
             /** Measured As */
             measured_as: ("resident_growth" | "allocated") | null;
+            /** Measured Fragments Bytes */
+            measured_fragments_bytes: number | null;
             /** Measured Peak Bytes */
             measured_peak_bytes: number | null;
             /** Micro Batch */
@@ -1836,6 +1839,8 @@ export interface components {
             memory: components["schemas"]["RankMemory"][];
             /** Memory Limit Bytes */
             memory_limit_bytes: number | null;
+            /** Memory Reserve Bytes */
+            memory_reserve_bytes: number | null;
             mesh: components["schemas"]["MeshPlan"] | null;
             /** Micro Batch */
             micro_batch: number | null;
@@ -2183,6 +2188,11 @@ export interface components {
             data_wait_s: number | null;
             /** Device */
             device: string;
+            /**
+             * Fragments Bytes
+             * @description on GPUs what PyTorch's allocator held over that, as fragments
+             */
+            fragments_bytes: number | null;
             /**
              * Is Straggler
              * @description the job is RUNNING, and this rank costs it 10 % of the step or more: its score is the highest, and that far above the median of the other ranks

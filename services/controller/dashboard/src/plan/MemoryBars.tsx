@@ -23,14 +23,16 @@ const TOO_SMALL = 0.25;
 /** A bar for each group of ranks that need the same, all to one scale, with the limit on it. */
 export function MemoryBars({ plan }: { plan: PlanView }) {
   const limit = plan.memory_limit_bytes;
-  const scale = Math.max(limit ?? 0, ...plan.memory.map((group) => group.peak.total), 1);
+  // Of a GPU: what the limit leaves to its allocator's fragments and to the process itself.
+  const reserve = plan.memory_reserve_bytes ?? 0;
+  const scale = Math.max((limit ?? 0) + reserve, ...plan.memory.map((group) => group.peak.total), 1);
   const fullest = plan.memory.reduce((most, group) => (group.peak.total > most.peak.total ? group : most));
   const seen = KINDS.filter((kind) => plan.memory.some((group) => group.peak[kind] > 0));
   return (
     <Panel title="Peak memory of a rank" aside={<span>{limit === null ? "" : `limit ${bytes(limit)}`}</span>}>
       <div className="memory-bars">
         {plan.memory.map((group) => (
-          <Group key={group.ranks.join()} group={group} scale={scale} limit={limit} />
+          <Group key={group.ranks.join()} group={group} scale={scale} limit={limit} reserve={reserve} />
         ))}
         <ul className="legend" aria-label={`Kinds of memory, of ${named(fullest.ranks)}`}>
           {seen.map((kind) => (
@@ -39,13 +41,19 @@ export function MemoryBars({ plan }: { plan: PlanView }) {
               {words(kind)} <b>{bytes(fullest.peak[kind])}</b>
             </li>
           ))}
+          {reserve > 0 ? (
+            <li>
+              <i className="reserve" aria-hidden="true" />
+              left to fragments and the process <b>{bytes(reserve)}</b>
+            </li>
+          ) : null}
         </ul>
       </div>
     </Panel>
   );
 }
 
-function Group({ group, scale, limit }: { group: RankMemory; scale: number; limit: number | null }) {
+function Group({ group, scale, limit, reserve }: { group: RankMemory; scale: number; limit: number | null; reserve: number }) {
   const { peak } = group;
   const over = limit !== null && peak.total > limit;
   const where = group.where + (group.unit ? ` of ${group.unit}` : "");
@@ -69,6 +77,9 @@ function Group({ group, scale, limit }: { group: RankMemory; scale: number; limi
           .join(", ")}
       >
         <Parts peak={peak} scale={scale} />
+        {limit !== null && reserve > 0 ? (
+          <span className="reserve" style={{ left: `${(100 * limit) / scale}%`, width: `${(100 * reserve) / scale}%` }} />
+        ) : null}
         {limit !== null ? <span className="limit" style={{ left: `${(100 * limit) / scale}%` }} /> : null}
       </div>
       {peak.total < TOO_SMALL * scale ? (
