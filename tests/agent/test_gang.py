@@ -347,6 +347,20 @@ def test_a_vote_is_told_once_its_shard_was_read_and_a_wrong_one_costs_the_checkp
     assert told.fact.reason == "shard r of rank 1: the file is missing"
 
 
+def test_a_vote_cannot_be_taken_back() -> None:
+    """Its commit may be under way, and its place among those would be given to the next one."""
+    failed = RankCheckpointFailed(checkpoint_id=vote(1).checkpoint_id, reason="r")
+    again, other = MessageCame(1, vote(1)), MessageCame(0, failed)
+    state, effects = after(gang(), again, again, MessageCame(1, failed))
+    assert effects == [CheckVote(1, vote(1))]
+    _, (told,) = after(state, other)
+    assert isinstance(told, Tell), "another rank has not voted"
+    name = checkpoint_id(JOB, vote(1).step + 1, 1)
+    later = RankCheckpointFailed(checkpoint_id=name, reason="r")
+    _, (told,) = after(state, MessageCame(1, later))
+    assert isinstance(told, Tell), "no vote was for it"
+
+
 def test_a_checkpoint_that_several_ranks_begin_is_told_once() -> None:
     def began(rank: int, step: int) -> MessageCame:
         name = checkpoint_id(JOB, step, 1)

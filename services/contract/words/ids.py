@@ -83,7 +83,13 @@ def job_of_checkpoint(checkpoint: str) -> str:
 
 def attempt_of_checkpoint(checkpoint: str) -> tuple[str, int]:
     """The job and the number of the attempt that takes the checkpoint of this id."""
-    return job_of_checkpoint(checkpoint), int(checkpoint.rpartition("-a")[2])
+    return job_of_checkpoint(checkpoint), step_and_fence(checkpoint)[1]
+
+
+def step_and_fence(checkpoint: str) -> tuple[int, int]:
+    """The step and the attempt that a checkpoint's id names."""
+    _, step, fence = checkpoint.rsplit("-", 2)
+    return int(step.removeprefix("s")), int(fence.removeprefix("a"))
 
 
 def _ulid(now_ms: int, randomness: bytes) -> str:

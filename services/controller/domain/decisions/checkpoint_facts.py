@@ -15,6 +15,7 @@ from services.contract.messages.facts import (
     CheckpointVoted,
     CheckpointWaits,
 )
+from services.contract.words.ids import step_and_fence
 from services.contract.words.states import CheckpointState
 from services.controller.domain.decisions.attempt_end import settle, succeed_late
 from services.controller.domain.decisions.attempt_events import (
@@ -245,7 +246,7 @@ def retire_surplus(draft: Draft) -> None:
 def _open(draft: Draft, checkpoint_id: str) -> Checkpoint | None:
     """The record of a checkpoint of the living attempt, begun if it is new; else None."""
     job, attempt = draft.job, draft.job.attempt
-    _, fence = checkpoints.step_and_fence(checkpoint_id)
+    _, fence = step_and_fence(checkpoint_id)
     if attempt is None or fence != attempt.fence or checkpoint_id in job.gone:
         return None
     known = job.checkpoints.get(checkpoint_id)

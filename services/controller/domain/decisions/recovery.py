@@ -4,7 +4,7 @@ from typing import Final
 
 from services.contract.messages.facts import ChainDamaged, CheckpointLinked, JobFound
 from services.contract.storage.job_cards import JobCard
-from services.contract.words.ids import job_of_checkpoint
+from services.contract.words.ids import job_of_checkpoint, step_and_fence
 from services.contract.words.states import (
     TERMINAL_STATES,
     CheckpointState,
@@ -122,7 +122,7 @@ def _adopt(fact: JobFound, incarnations: dict[str, str], draft: Draft) -> None:
     """Its ranks train on: they become the newest attempt's again."""
     card = fact.card
     source = card.resume_from
-    resumed_step = 0 if source is None else checkpoints.step_and_fence(source)[0]
+    resumed_step = 0 if source is None else step_and_fence(source)[0]
     stepped = fact.last_step > resumed_step
     attempt = Attempt(
         fence=fact.fence,
@@ -166,7 +166,7 @@ def _in_line(job: Job, card: JobCard) -> Job:
         return job
     origin_id = job_of_checkpoint(source)
     if origin_id != job.id:
-        step = checkpoints.step_and_fence(source)[0]
+        step = step_and_fence(source)[0]
         is_held = not job.checkpoints
         origin = Origin(job_id=origin_id, checkpoint_id=source, step=step, held=is_held)
         return job.model_copy(update={"origin": origin})

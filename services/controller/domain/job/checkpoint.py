@@ -16,7 +16,7 @@ from services.contract.jobs.spec_parts import CheckpointSpec, KeepBestSpec
 from services.contract.messages.facts import CheckpointLinked, CheckpointVoted
 from services.contract.storage.manifests import Manifest, ShardFile
 from services.contract.words.bounds import metric_name
-from services.contract.words.ids import CheckpointId, JobId, NodeId
+from services.contract.words.ids import CheckpointId, JobId, NodeId, step_and_fence
 from services.contract.words.states import CheckpointState
 from services.controller.domain.record import Record
 
@@ -88,12 +88,6 @@ class Checkpoint(Record):
             evaluation=self.evaluation,
             shards=tuple(self.votes[rank] for rank in sorted(self.votes)),
         )
-
-
-def step_and_fence(checkpoint_id: str) -> tuple[int, int]:
-    """The step and the attempt that a checkpoint's id names."""
-    _, step, fence = checkpoint_id.rsplit("-", 2)
-    return int(step.removeprefix("s")), int(fence.removeprefix("a"))
 
 
 def begin(checkpoint_id: str, job_id: str, world_size: int, now_ms: int) -> Checkpoint:

@@ -16,6 +16,7 @@ from services.contract.messages.facts import GangDiagnosed, GangProgressed
 from services.contract.messages.findings import Findings
 from services.contract.messages.rank_pipe import (
     RankCheckpointBegan,
+    RankCheckpointFailed,
     RankCheckpointWaits,
     RankFailed,
     RankFinished,
@@ -28,6 +29,7 @@ from services.contract.messages.rank_pipe import (
     RankVote,
     TraceOrder,
 )
+from services.contract.words.ids import step_and_fence
 from services.worker.agent.gangs import replica_loss
 from services.worker.agent.gangs.events import (
     CheckpointAsked,
@@ -137,13 +139,14 @@ def _said(
         return state, (Tell(told),)
     if isinstance(event, Misbehaved):
         return _misbehaved(state, rank, event.what, now)
-    if rank.misbehaved or _is_said(rank, event.message):
+    if rank.misbehaved or _is_said(rank, event.message) or _is_voted_for(rank, event.message):
         return state, ()
     foreign = not_its_own(state, rank.rank, event.message)
     if foreign is not None:
         return _misbehaved(state, rank, foreign, now)
     if isinstance(event.message, RankVote):
-        return state, (CheckVote(rank.rank, event.message),)
+        voted = replace(rank, voted=event.message.step)
+        return _with(state, voted), (CheckVote(rank.rank, event.message),)
     return _heard(state, rank, event.message, now)
 
 
@@ -152,6 +155,18 @@ def _is_said(rank: RankState, message: RankMessage) -> bool:
     if isinstance(message, RankFinished):
         return rank.finished is not None or rank.failed is not None
     return isinstance(message, RankFailed) and rank.failed is not None
+
+
+def _is_voted_for(rank: RankState, message: RankMessage) -> bool:
+    """Whether it speaks of a checkpoint no later than the last one for which this rank voted.
+
+    Ranks write one after the other. If a vote could be taken back, the commit would go on, uncounted.
+    """
+    if isinstance(message, RankVote):
+        return message.step <= rank.voted
+    if isinstance(message, RankCheckpointFailed):
+        return step_and_fence(message.checkpoint_id)[0] <= rank.voted
+    return False
 
 
 def _heard(state: GangState, rank: RankState, message: RankMessage, now: float) -> Decision:

@@ -36,7 +36,8 @@ class RankState:
 
     ``arrived`` is the place of its first failure or exit among those of the gang, None before.
     ``killed``: by us, while it was well. ``held``: the kernel does not let it end. ``misbehaved``: it
-    did what no rank of ours does; what it says from then on counts for nothing.
+    did what no rank of ours does; what it says from then on counts for nothing. ``voted``: the step of the
+    last checkpoint for which it voted.
     """
 
     rank: int
@@ -49,6 +50,7 @@ class RankState:
     killed: bool = False
     held: bool = False
     misbehaved: bool = False
+    voted: int = -1
     exit_code: int | None = None
     signal: int | None = None
     arrived: int | None = None
