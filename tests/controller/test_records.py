@@ -1,21 +1,26 @@
 """Curves, output and events that storage has: asked back, put together, let go; an agent is spoken for."""
 
+import asyncio
 import json
 import re
 import socket
+from collections.abc import AsyncIterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import asynccontextmanager
 from typing import Any
 
 import pytest
 from redis import Redis
 
-from services.contract.api.views import EventView
+from services.contract.api.views import EventView, LogView
 from services.contract.messages.commands import CloseRecords, LaunchGang, RecallRecords
 from services.contract.messages.facts import RecordsClosed
 from services.contract.messages.telemetry import LogLine, MetricRecord, StepRecord
 from services.contract.redis import redis_keys as keys
 from services.controller.adapters.redis import redis_ports, telemetry
 from services.controller.adapters.redis.record_streams import RecordStreams
+from services.controller.api.concurrency import Turns
+from services.controller.ports.machines import Entry, Log
 from services.controller.use_cases import records, watch
 from tests.controller.agent_double import AgentDouble
 from tests.controller.conftest import ControlPlane
@@ -544,6 +549,47 @@ def test_all_who_wait_for_records_have_them_once_they_are_back(
         answers = [each.result(20) for each in waiting]
     assert [answer.status_code for answer in answers] == [200] * len(paths)
     assert all(answer.json()["items"] for answer in answers)
+
+
+@pytest.mark.anyio
+async def test_streams_search_the_lines_that_are_there_one_at_a_time(
+    redis_url: str, plane: ControlPlane, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As pages do: dozens of them would have the loop to themselves."""
+    plane.agent.join()
+    gang = plane.agent.launches(plane.submit())
+    for number in range(7):
+        plane.agent.writes(gang, 0, f"line {number}")
+    monkeypatch.setattr(watch, "_CHUNK", 3)
+    turns, in_turn, working = Turns(), list[bool](), set[object]()
+
+    async def reads(job_id: str, log: Log, after: str | None, count: int) -> Sequence[Entry]:
+        in_turn.append(asyncio.current_task() in working)
+        assert len(working) < 2
+        return await read(job_id, log, after, count)
+
+    @asynccontextmanager
+    async def turn() -> AsyncIterator[None]:
+        async with turns.of("max"):
+            working.add(asyncio.current_task())
+            yield
+            working.clear()
+
+    async def follows(tail: int | None) -> list[str]:
+        wanted = watch.LineFilter(text="LINE")
+        lines = watch.follow(
+            ports, gang.job_id, wanted, None, to_the_end=False, tail=tail, turn=turn
+        )
+        return [line.text async for line in lines if isinstance(line, LogView)]
+
+    async with redis_ports(redis_url) as ports:
+        read = ports.telemetry.read
+        monkeypatch.setattr(ports.telemetry, "read", reads)
+        last, *whole = await asyncio.gather(follows(2), follows(None), follows(None))
+    assert last == ["line 5", "line 6"]
+    assert whole == [[f"line {number}" for number in range(7)]] * 2
+    # Of nine reads of lines and one behind the last ones by each; what is new is read without a turn.
+    assert in_turn.count(False) == 2
 
 
 @pytest.mark.anyio

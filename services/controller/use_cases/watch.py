@@ -1,7 +1,8 @@
 """A job's events and output: by pages, and as they come."""
 
+import contextlib
 from collections import deque
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
 from datetime import datetime
 from typing import Final, Literal
@@ -55,6 +56,8 @@ class LineFilter:
         )
 
 
+Turn = Callable[[], contextlib.AbstractAsyncContextManager[None]]
+"""Within, no other long read is worked on."""
 Selection = LineFilter | None
 """Which log is meant: output with a filter, or (None) events."""
 
@@ -106,7 +109,7 @@ async def last_lines(
     return LogPage(items=tuple(lines))
 
 
-async def follow(
+async def follow(  # noqa: PLR0913 what to follow, from where to where, and whose turns it takes
     ports: Ports,
     job_id: str,
     selection: Selection,
@@ -114,11 +117,13 @@ async def follow(
     *,
     to_the_end: bool,
     tail: int | None = None,
+    turn: Turn = contextlib.nullcontext,
 ) -> AsyncIterator[EventView | LogView | None]:
     """Entries behind ``after`` as they come; None each second in which nothing comes.
 
     Ends when the job has ended and all was told, or, unless ``to_the_end``, when all was told. ``tail``: of
-    the lines that are there, only the last so many.
+    the lines that are there, only the last so many. ``turn``: of whoever follows; what is there already is
+    read and searched by turns.
 
     Raises:
         NotFoundError: There is no such job.
@@ -131,15 +136,19 @@ async def follow(
     # Events are told though the server that has telemetry is away.
     whole = None if selection is None else await ports.telemetry.whole(job_id)
     if selection is not None and tail is not None:
-        last, after = await _last_of(ports, job_id, selection, after, tail)
+        last, after = await _last_of(ports, job_id, selection, after, tail, turn)
         for known in last:
             yield known
+    is_behind = True
     while True:
         # Before the read: what a job said before it ended is then surely in what is read.
         may_say_more = to_the_end and await _lives(ports, job_id)
-        entries = await ports.telemetry.read(job_id, log, after, _CHUNK)
-        for entry in entries:
-            if (told := _told(ports, job_id, selection, entry)) is not None:
+        async with turn() if is_behind else contextlib.nullcontext():
+            entries = await ports.telemetry.read(job_id, log, after, _CHUNK)
+            found = [_told(ports, job_id, selection, entry) for entry in entries]
+        is_behind = len(entries) == _CHUNK
+        for told in found:
+            if told is not None:
                 yield told
         if entries:
             after = entries[-1].id
@@ -152,14 +161,20 @@ async def follow(
 
 
 async def _last_of(
-    ports: Ports, job_id: str, wanted: LineFilter, after: str | None, count: int
+    ports: Ports,
+    job_id: str,
+    wanted: LineFilter,
+    after: str | None,
+    count: int,
+    turn: Turn = contextlib.nullcontext,
 ) -> tuple[deque[LogView], str | None]:
     """The last lines, and behind which entry the next ones are."""
     found: deque[LogView] = deque(maxlen=count)
     while True:
-        entries = await ports.telemetry.read(job_id, Log.OUTPUT, after, _CHUNK)
-        lines = (_line(ports, job_id, entry) for entry in entries)
-        found.extend(line for line in lines if line is not None and wanted.matches(line))
+        async with turn():
+            entries = await ports.telemetry.read(job_id, Log.OUTPUT, after, _CHUNK)
+            lines = (_line(ports, job_id, entry) for entry in entries)
+            found.extend(line for line in lines if line is not None and wanted.matches(line))
         if entries:
             after = entries[-1].id
         if len(entries) < _CHUNK:

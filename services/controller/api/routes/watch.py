@@ -48,7 +48,8 @@ async def events(  # noqa: PLR0913 FastAPI hands in each part of the request by 
     after = to_entry_id(last_event_id or cursor)
     if sse.wants_stream(accept):
         await context.ports.jobs.load(job_id)
-        entries = use_cases.follow(context.ports, job_id, None, after, to_the_end=True)
+        turn = functools.partial(context.turns.of, asks.subject)
+        entries = use_cases.follow(context.ports, job_id, None, after, to_the_end=True, turn=turn)
         return await sse.stream(
             entries, context.stopping, context.streams, viewer_of(context, asks)
         )
@@ -94,7 +95,10 @@ async def logs(  # noqa: PLR0913 FastAPI hands in each part of the request by it
         await context.ports.jobs.load(job_id)
         # A stream that goes on behind an entry has had its last lines: what came since must not be cut.
         last = tail if last_event_id is None else None
-        lines = use_cases.follow(context.ports, job_id, wanted, after, to_the_end=follow, tail=last)
+        turn = functools.partial(context.turns.of, asks.subject)
+        lines = use_cases.follow(
+            context.ports, job_id, wanted, after, to_the_end=follow, tail=last, turn=turn
+        )
         return await sse.stream(lines, context.stopping, context.streams, viewer_of(context, asks))
     await await_records(context.ports, job_id)
     async with context.turns.of(asks.subject):
