@@ -22,7 +22,7 @@ from services.contract.api.access import (
     TokenRequest,
     TokenView,
 )
-from services.contract.words.control_characters import one_line
+from services.contract.words.control_characters import harmless, one_line
 from services.contract.words.ids import TokenId
 
 _SECONDS: Final = {"s": 1, "m": 60, "h": 3_600, "d": 86_400}
@@ -72,7 +72,7 @@ def create(
         return
     errors.print(f"{made.id}: {made.scope} for {made.subject}; it is shown this once")
     # Alone on its stream, so that a script can take it.
-    sys.stdout.write(f"{made.token}\n")
+    sys.stdout.write(f"{harmless(made.token)}\n")
 
 
 @tokens.command(cls=Command)

@@ -14,6 +14,7 @@ from services.cli.output import answers, as_data
 from services.cli.request_bodies import read_model
 from services.cli.terminal import console, errors
 from services.contract.api.webhooks import WebhookList, WebhookRequest, WebhookView
+from services.contract.words.control_characters import harmless
 
 
 class Shape(StrEnum):
@@ -71,7 +72,7 @@ def add(
         return
     errors.print(f"{made.id}: {made.url}; its secret is shown this once")
     # Alone on its stream, so that a script can take it.
-    sys.stdout.write(f"{made.secret}\n")
+    sys.stdout.write(f"{harmless(made.secret)}\n")
 
 
 @webhooks.command(cls=Command)

@@ -11,11 +11,13 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
+from typer.testing import CliRunner
 
 import meshloom
 from meshloom.client import ClientError, RefusedError, RestClient, UnreachableError, answers
 from meshloom.client.downloads import PartialFile
 from meshloom.client.settings import ClientSettings
+from services.cli.app import app
 from services.contract.api.queue import DrainRequest
 from services.contract.api.views import Health, NodeList
 from services.contract.storage.exports import ExportedFile
@@ -53,6 +55,8 @@ class _Handler(BaseHTTPRequestHandler):
         self.end_headers()
         self.wfile.write(body)
 
+    do_POST = do_GET  # noqa: N815 named by the standard library
+
     def log_message(self, *_: object) -> None:
         """Say nothing."""
 
@@ -77,6 +81,20 @@ def test_a_busy_controller_is_asked_again_until_patience_ends(server: _Server) -
     with RestClient(server.url, patience_s=0) as client, pytest.raises(RefusedError, match="503"):
         client.version()
     assert len(server.asked) == 4
+
+
+@pytest.mark.parametrize("words", ["tokens create al", "webhooks add https://example.org"])
+def test_a_secret_that_is_no_controllers_moves_no_cursor(
+    server: _Server, monkeypatch: pytest.MonkeyPatch, words: str
+) -> None:
+    (token,), hook = views.tokens().items, views.webhooks().items[0]
+    made = {**token.model_dump(mode="json"), "token": "a\x1b]0;b\x07"}
+    if words.startswith("webhooks"):
+        made = {**hook.model_dump(mode="json"), "secret": "a\x1b]0;b\x07"}
+    server.replies = [(201, {}, json.dumps(made).encode())]
+    monkeypatch.setenv("MESHLOOM_URL", server.url)
+    said = CliRunner().invoke(app, words.split())
+    assert (said.exit_code, said.stdout) == (0, "a\\x1b]0;b\\x07\n"), said.output
 
 
 def test_nodes_are_those_of_all_pages(server: _Server) -> None:
