@@ -389,10 +389,15 @@ def test_a_users_folder_with_the_name_of_our_package_disturbs_no_rank_and_is_sai
     assert (said.rank, said.level) == (0, "warning")
 
 
-def test_bad_settings_are_named_in_one_line_each() -> None:
+@pytest.mark.parametrize("slots", ["many", str(1 << 63)])
+def test_bad_settings_are_named_in_one_line_each(slots: str) -> None:
     answer = subprocess.run(
         [sys.executable, "-m", "services.worker.agent"],
-        env=child_environment(MESHLOOM_NODE_ID="Not A Node", MESHLOOM_CPU_SLOTS="many"),
+        env=child_environment(
+            MESHLOOM_NODE_ID="Not A Node",
+            MESHLOOM_CHECKPOINT_COPIES_GIB="inf",
+            MESHLOOM_CPU_SLOTS=slots,
+        ),
         capture_output=True,
         text=True,
         check=False,
@@ -403,6 +408,7 @@ def test_bad_settings_are_named_in_one_line_each() -> None:
     assert [line.split(":")[1].strip() for line in lines] == [
         "MESHLOOM_REDIS_URL",
         "MESHLOOM_NODE_ID",
+        "MESHLOOM_CHECKPOINT_COPIES_GIB",
         "MESHLOOM_CPU_SLOTS",
     ]
 

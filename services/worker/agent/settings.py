@@ -66,11 +66,13 @@ class AgentSettings(RedisSettings):
     checkpoint_copies_gib: float = Field(
         default=64.0,
         ge=0,
+        le=1 << 20,
         description="GiB that copies of shards may take on this node where checkpoints lie in a bucket, beside those that ranks write or load.",
     )
     cpu_slots: int = Field(
         default_factory=lambda: max(2, os.cpu_count() or 1),
         ge=0,
+        le=65_536,
         description="CPU ranks that the node runs at a time; unset: its cores, at least 2.",
     )
     address: str | None = Field(
