@@ -12,6 +12,7 @@ from typing import Final
 from fastapi import Request, Response
 from pydantic import BaseModel
 
+from services.contract.api.access import TokenList
 from services.contract.api.queue import QueueView
 from services.contract.api.views import JobPage, JobView
 from services.contract.system.long_work import in_turns
@@ -52,7 +53,7 @@ def _answer(
 
 async def answer_page(
     request: Request,
-    page: JobPage | QueueView,
+    page: JobPage | QueueView | TokenList,
     *,
     headers: dict[str, str] | None = None,
     fields: set[str] | None = None,

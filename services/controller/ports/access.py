@@ -11,8 +11,8 @@ from services.controller.ports.machines import Entry
 class TokenStore(Protocol):
     """All bearer tokens, without their secrets."""
 
-    async def put(self, token: Token) -> None:
-        """Keep a token."""
+    async def put(self, token: Token, most: int) -> bool:
+        """Keep a token; False, and nothing is kept, where there are ``most``."""
         ...
 
     async def get(self, token_id: str) -> Token | None:
@@ -23,8 +23,8 @@ class TokenStore(Protocol):
         """All of them, oldest first."""
         ...
 
-    async def remove(self, token_id: str) -> bool:
-        """Forget a token; whether there was one."""
+    async def remove(self, *token_ids: str) -> bool:
+        """Forget tokens; whether there was any of them."""
         ...
 
 

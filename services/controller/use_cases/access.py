@@ -13,6 +13,7 @@ from services.contract.api.access import (
     TokenRequest,
     TokenView,
 )
+from services.contract.system.long_work import in_turns
 from services.contract.words.ids import new_token_id
 from services.controller.domain.access.token import (
     BOOTSTRAP,
@@ -23,13 +24,18 @@ from services.controller.domain.access.token import (
     parts_of,
     token_text,
 )
-from services.controller.domain.errors import ForbiddenError, NotFoundError
+from services.controller.domain.errors import (
+    ForbiddenError,
+    NotFoundError,
+    StateConflictError,
+)
 from services.controller.ports.access import AuditRecord
 from services.controller.ports.coordination import Ports
 from services.controller.ports.jobs import Actor
 from services.controller.ports.machines import Entry
 from services.controller.use_cases.present import maybe_moment, moment
 
+MOST_TOKENS = 10_000
 _RANDOM_BYTES = 10
 _EXPIRED = "this token has expired; ask an operator for a new one"
 _REFUSED_FROM = 400
@@ -89,7 +95,11 @@ async def check_owner(ports: Ports, job_id: str, asks: Principal, may: str = "ch
 
 
 async def create_token(ports: Ports, wanted: TokenRequest, actor: Actor) -> TokenCreated:
-    """Make a token. Its secret is in the answer, and nowhere else."""
+    """Make a token. Its secret is in the answer, and nowhere else.
+
+    Raises:
+        StateConflictError: There are as many as there may be.
+    """
     now_ms = await ports.clock.now_ms()
     token_id = new_token_id(now_ms, ports.entropy(_RANDOM_BYTES))
     text, secret = token_text(token_id, ports.entropy(SECRET_BYTES))
@@ -104,14 +114,27 @@ async def create_token(ports: Ports, wanted: TokenRequest, actor: Actor) -> Toke
         created_by=actor.name,
         expires_ms=None if lives_ms is None else now_ms + lives_ms,
     )
-    await ports.tokens.put(token)
+    if not await ports.tokens.put(token, MOST_TOKENS):
+        await _forget_expired(ports, now_ms)
+        if not await ports.tokens.put(token, MOST_TOKENS):
+            raise StateConflictError(
+                f"there may be {MOST_TOKENS} tokens, and none of them has expired: revoke some first"
+            )
     return TokenCreated(**_view(token, now_ms).model_dump(), token=text)
 
 
 async def list_tokens(ports: Ports) -> TokenList:
     """All tokens, oldest first, expired ones too."""
     now_ms = await ports.clock.now_ms()
-    return TokenList(items=tuple(_view(token, now_ms) for token in await ports.tokens.every()))
+    tokens = await ports.tokens.every()
+    return TokenList(items=tuple([_view(token, now_ms) async for token in in_turns(tokens)]))
+
+
+async def _forget_expired(ports: Ports, now_ms: int) -> None:
+    """Programs may make one for each run: without end, a list of all would take seconds."""
+    expired = [token.id for token in await ports.tokens.every() if token.has_expired(now_ms)]
+    if expired:
+        await ports.tokens.remove(*expired)
 
 
 async def revoke_token(ports: Ports, token_id: str) -> None:

@@ -1,17 +1,23 @@
-"""Uploaded code and the audit trail, in Redis and in memory."""
+"""Uploaded code, tokens and the audit trail, in Redis and in memory."""
 
+import asyncio
 import os
 from typing import Any
 
 import pytest
 
-from services.contract.api.access import Scope
+from services.contract.api.access import Scope, TokenRequest
 from services.contract.jobs.code_archives import digest_of, hex_of
 from services.contract.redis import redis_keys as keys
+from services.contract.system import long_work
+from services.contract.words.ids import new_token_id
 from services.controller.domain.access.code import CodeLimits
-from services.controller.domain.errors import DeposedError
+from services.controller.domain.access.token import Token
+from services.controller.domain.errors import DeposedError, StateConflictError
 from services.controller.ports.access import AuditRecord
+from services.controller.ports.jobs import Actor
 from services.controller.ports.machines import Entry
+from services.controller.use_cases import access
 from tests.controller.stores.worlds import OutsideRedis, World, uploaded
 
 pytestmark = [pytest.mark.anyio, pytest.mark.redis]
@@ -88,3 +94,57 @@ async def test_what_others_do_and_refusals_push_nothing_of_operators_out_of_the_
     while page := await audit.newest(pages[-1].id if pages else None, 7):
         pages += page
     assert pages == whole
+
+
+async def test_tokens_that_have_expired_make_room_for_further_ones(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(access, "MOST_TOKENS", 3)
+    tokens, actor = world.ports.tokens, Actor("bootstrap")
+    wanted = TokenRequest(subject="ci", scope=Scope.VIEWER, expires_in_s=1_000)
+
+    for number in range(3):
+        expires_ms = None if number == 1 else 1
+        assert await tokens.put(_token(number, expires_ms), 3)
+    assert not await tokens.put(_token(3), 3)
+    first = await access.create_token(world.ports, wanted, actor)
+    second = await access.create_token(world.ports, wanted, actor)
+    kept = [_token(1).id, first.id, second.id]
+    assert [token.id for token in await tokens.every()] == sorted(kept)
+    with pytest.raises(StateConflictError, match="revoke some first"):
+        await access.create_token(world.ports, wanted, actor)
+    await access.revoke_token(world.ports, first.id)
+    await access.create_token(world.ports, wanted, actor)
+
+
+async def test_others_have_their_turn_while_tokens_are_listed(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(long_work, "_TURN_S", -1.0)  # as if each took that long
+    for number in range(100):
+        await world.ports.tokens.put(_token(number), 100)
+    turns = 0
+
+    async def other() -> None:
+        nonlocal turns
+        while True:
+            turns += 1
+            await asyncio.sleep(0)
+
+    others = asyncio.create_task(other())
+    listed = await access.list_tokens(world.ports)
+    others.cancel()
+    assert len(listed.items) == 100
+    assert turns >= 100
+
+
+def _token(number: int, expires_ms: int | None = None) -> Token:
+    return Token(
+        id=new_token_id(number, bytes(10)),
+        subject="ci",
+        scope=Scope.VIEWER,
+        digest="0" * 64,
+        created_ms=number,
+        created_by="bootstrap",
+        expires_ms=expires_ms,
+    )

@@ -12,9 +12,12 @@ class MemoryTokens:
     def __init__(self, server: MemoryServer) -> None:
         self._server = server
 
-    async def put(self, token: Token) -> None:
+    async def put(self, token: Token, most: int) -> bool:
         """See ``TokenStore.put``."""
+        if len(self._server.tokens) >= most:
+            return False
         self._server.tokens[token.id] = token
+        return True
 
     async def get(self, token_id: str) -> Token | None:
         """See ``TokenStore.get``."""
@@ -24,9 +27,10 @@ class MemoryTokens:
         """See ``TokenStore.every``."""
         return [self._server.tokens[name] for name in sorted(self._server.tokens)]
 
-    async def remove(self, token_id: str) -> bool:
+    async def remove(self, *token_ids: str) -> bool:
         """See ``TokenStore.remove``."""
-        return self._server.tokens.pop(token_id, None) is not None
+        found = [self._server.tokens.pop(token_id, None) for token_id in token_ids]
+        return any(found)
 
 
 class MemoryAudit:

@@ -9,6 +9,7 @@ from typing import Any, Final
 
 from services.contract.api.access import Scope
 from services.contract.redis import redis_keys as keys
+from services.contract.system.long_work import in_turns
 from services.controller.adapters.redis.connection import RedisClients
 from services.controller.domain.access.token import Token
 from services.controller.ports.access import AuditRecord
@@ -31,6 +32,12 @@ end
 local id = string.format('%.0f-%.0f', ms, number)
 redis.call('XADD', KEYS[1], 'MAXLEN', '~', ARGV[1], id, ARGV[2], ARGV[3])
 """
+_PUT: Final = """
+-- KEYS: tokens; ARGV: id, token, how many there may be
+if redis.call('HLEN', KEYS[1]) >= tonumber(ARGV[3]) then return 'full' end
+redis.call('HSET', KEYS[1], ARGV[1], ARGV[2])
+return 'ok'
+"""
 
 
 class RedisTokens:
@@ -38,11 +45,15 @@ class RedisTokens:
 
     def __init__(self, clients: RedisClients) -> None:
         self._clients = clients
+        self._put = clients.script(_PUT)
 
-    async def put(self, token: Token) -> None:
+    async def put(self, token: Token, most: int) -> bool:
         """See ``TokenStore.put``."""
         with self._clients.answering(keys.TOKENS):
-            await self._clients.writes.hset(keys.TOKENS, token.id, token.model_dump_json())
+            status = await self._put(
+                keys=[keys.TOKENS], args=[token.id, token.model_dump_json(), most]
+            )
+        return bool(status == "ok")
 
     async def get(self, token_id: str) -> Token | None:
         """See ``TokenStore.get``."""
@@ -54,14 +65,15 @@ class RedisTokens:
         """See ``TokenStore.every``."""
         with self._clients.answering(keys.TOKENS):
             records: Any = await self._clients.reads.hgetall(keys.TOKENS)
-        read = (self._token(name, records[name]) for name in sorted(records))
+        read = [self._token(name, records[name]) async for name in in_turns(sorted(records))]
         return [token for token in read if token is not None]
 
-    async def remove(self, token_id: str) -> bool:
+    async def remove(self, *token_ids: str) -> bool:
         """See ``TokenStore.remove``."""
         with self._clients.answering(keys.TOKENS):
-            is_gone = bool(await self._clients.writes.hdel(keys.TOKENS, token_id))
-        self._clients.unreadable.forget(_named(token_id))
+            is_gone = bool(await self._clients.writes.hdel(keys.TOKENS, *token_ids))
+        for token_id in token_ids:
+            self._clients.unreadable.forget(_named(token_id))
         return is_gone
 
     def _token(self, token_id: str, text: str) -> Token | None:

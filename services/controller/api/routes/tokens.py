@@ -5,7 +5,7 @@ from http import HTTPStatus
 from fastapi import APIRouter, Request, Response
 
 from services.contract.api.access import TokenCreated, TokenList, TokenRequest
-from services.controller.api.conditional import answer
+from services.controller.api.conditional import answer, answer_page
 from services.controller.api.context import WithActor, WithPorts
 from services.controller.api.scopes import OPERATES
 from services.controller.use_cases import access as use_cases
@@ -31,7 +31,7 @@ async def create_token(
 @router.get("", response_model=TokenList, dependencies=[OPERATES])
 async def list_tokens(request: Request, ports: WithPorts) -> Response:
     """All tokens, without their secrets."""
-    return answer(request, await use_cases.list_tokens(ports))
+    return await answer_page(request, await use_cases.list_tokens(ports))
 
 
 @router.delete("/{token_id}", status_code=HTTPStatus.NO_CONTENT, dependencies=[OPERATES])
