@@ -30,7 +30,11 @@ memory=$(awk '/^MemTotal:/ { mib = $2 / 1024; rest = (mib > 40960) ? mib / 10 : 
   printf("%d", (mib - rest > 1024) ? mib - rest : 1024) }' /proc/meminfo)
 
 setting() {
-  grep -q "^$1=" .env 2>/dev/null || echo "$1=$2" >>.env
+  if ! grep -q "^$1=" .env; then
+    # Its last line may have no end: it would be one with this.
+    [ -z "$(tail -c 1 .env)" ] || echo >>.env
+    echo "$1=$2" >>.env
+  fi
 }
 
 [ -e .env ] || cp .env.example .env

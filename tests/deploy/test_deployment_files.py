@@ -333,6 +333,18 @@ def test_bare_machines_and_compose_scrape_alike() -> None:
     assert bare == compose
 
 
+def test_prepare_adds_lines_behind_a_last_one_without_an_end(tmp_path: Path) -> None:
+    (tmp_path / "deploy").mkdir()
+    shutil.copy(ROOT / "deploy/prepare.sh", tmp_path / "deploy")
+    (tmp_path / ".env").write_text("MESHLOOM_PORT=8500")
+    for _ in range(2):
+        subprocess.run(["sh", tmp_path / "deploy/prepare.sh"], check=True, capture_output=True)
+    lines = (tmp_path / ".env").read_text().splitlines()
+    names = [line.split("=")[0] for line in lines]
+    assert lines[0] == "MESHLOOM_PORT=8500"
+    assert names == ["MESHLOOM_PORT", "MESHLOOM_WORKER_MEMORY", "MESHLOOM_WORKER_CPUS"]
+
+
 def test_prepare_makes_secrets_once_and_lets_no_rank_read_the_agents(tmp_path: Path) -> None:
     (tmp_path / "deploy").mkdir()
     shutil.copy(ROOT / "deploy/prepare.sh", tmp_path / "deploy")
