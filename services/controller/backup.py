@@ -26,6 +26,7 @@ from services.contract.storage.commit_chain import DRAFT_PREFIX, CommitChain
 from services.contract.storage.manifests import Manifest
 from services.contract.storage.storage_address import BucketAddress, storage_address
 from services.contract.system.durable import is_hollow, open_plain, open_plain_in, sync_folder
+from services.contract.system.own_process import set_up_process
 from services.contract.words.ids import is_job_id
 
 if TYPE_CHECKING:
@@ -409,6 +410,8 @@ def _address(text: str) -> Path | BucketAddress:
 
 def main() -> None:
     """Save or restore. Exit code 1: it could not be done, and why is on stderr."""
+    # Credentials of a bucket are in its environment, and it may run for long beside ranks of the same user.
+    set_up_process(holds_secrets=True)
     parser = argparse.ArgumentParser(prog="python -m services.controller.backup")
     parser.add_argument("action", choices=["save", "restore"])
     parser.add_argument("--redis", type=Path, required=True, help="Redis's folder")

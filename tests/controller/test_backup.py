@@ -39,6 +39,13 @@ SHARD_BYTES = 400_000
 KEPT = 10
 PACE_S = 0.02
 PASSWORD = "0123456789abcdef"  # noqa: S105 of a server that lives for a moment
+# As the command does, and then says whether others of its user can read its environment (PR_GET_DUMPABLE).
+SAVES = """
+import ctypes
+from services.controller.backup import main
+main()
+print("shown" if ctypes.CDLL(None).prctl(3) else "hidden")
+"""
 
 
 @pytest.fixture
@@ -485,6 +492,26 @@ def test_a_bucket_is_saved_and_restored_with_what_its_chains_commit(
     server.client().put_object(Bucket=BUCKET, Key=f"saved/{shard}", Body=b"something else")
     with pytest.raises(BackupError, match=f"s3://checkpoints/saved/{shard} is damaged"):
         save(redis, bucket.address, tmp_path / "other")
+
+
+@pytest.mark.usefixtures("server")
+def test_nobody_else_reads_what_a_bucket_was_saved_to_nor_the_variables_of_who_saves_it(
+    folders: tuple[Path, Path, Path],
+) -> None:
+    redis, storage, backup = folders
+    commit(CommitChain(storage, JOB), 1)
+    saving = ["save", "--redis", redis, "--checkpoints", uploaded(storage, "private").address]
+    done = subprocess.run(
+        [sys.executable, "-c", SAVES, *map(str, saving), backup],
+        umask=0o022,
+        check=True,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    assert done.stdout.splitlines()[-1] == "hidden"
+    shared = [path for path in (backup / "checkpoints").rglob("*") if path.stat().st_mode & 0o077]
+    assert not shared
+    assert (backup / "checkpoints").stat().st_mode & 0o077 == 0
 
 
 def test_a_file_whose_name_no_object_can_have_keeps_no_backup_out_of_a_bucket(
