@@ -8,7 +8,7 @@ import pytest
 from services.contract.jobs.spec_parts import Factory
 from services.contract.messages.rank_pipe import RankSeat
 from services.worker.rank import registry
-from services.worker.rank.data.roots import PathOutsideRootsError, inside
+from services.worker.rank.data.roots import DataRoots, PathOutsideRootsError, inside
 
 
 @pytest.fixture
@@ -43,10 +43,31 @@ def test_no_roots_let_nothing_be_read(tmp_path: Path) -> None:
         inside(tmp_path, ())
 
 
+@pytest.mark.parametrize("path", ["home", "home/other/export", "link/export", "home/../home/other"])
+def test_what_the_node_keeps_below_a_root_is_no_jobs_to_read(
+    roots: tuple[Path, ...], path: str
+) -> None:
+    """The folder in which `make up` runs has the exports and the code of all jobs in it."""
+    home = roots[0] / "home"
+    for mine in ("mine", "other"):
+        (home / mine / "export").mkdir(parents=True)
+    (roots[0] / "link").symlink_to(home / "other")
+    private = (roots[0] / "home",)
+    with pytest.raises(PathOutsideRootsError, match="home or storage"):
+        inside(path, DataRoots(roots[:1], private))
+    assert inside("2.py", DataRoots(roots, private)) == roots[0] / "2.py"
+    named = DataRoots((home / "mine", roots[0]), private)
+    assert inside(home / "mine" / "export", named) == home / "mine" / "export", (
+        "as code that it uploaded"
+    )
+    with pytest.raises(PathOutsideRootsError):
+        inside(home / "other", named)
+
+
 def test_a_job_reads_in_its_own_uploaded_code_first(roots: tuple[Path, ...]) -> None:
     fields: dict[str, Any] = {"data_roots": (str(roots[0]),), "code_folder": str(roots[1])}
     granted = registry.Grant.of(RankSeat.model_construct(secrets={}, **fields)).data_roots
-    assert granted == (roots[1], roots[0])
+    assert list(granted) == [roots[1], roots[0]]
     assert inside("0.py", granted) == roots[1] / "0.py"
 
 

@@ -23,6 +23,7 @@ class ProbeSeat(Message):
         memory_bytes: How much private memory it may take beyond what PyTorch itself does.
         secrets: Those that the spec refers to, by name; they are nowhere else.
         data_roots: Below which built-in data sources read.
+        private_folders: In which they do not.
         code_folder: Holds the code that was uploaded for the job.
     """
 
@@ -31,6 +32,7 @@ class ProbeSeat(Message):
     memory_bytes: int = Field(gt=0)
     secrets: dict[str, str] = Field(default_factory=dict, repr=False)
     data_roots: tuple[str, ...] = ()
+    private_folders: tuple[str, ...] = ()
     code_folder: str | None = None
 
 

@@ -46,7 +46,7 @@ class RankSeat(Message):
     """What a rank is told when it is forked: all that it needs, and no credential of ours.
 
     ``secrets`` are those that the spec refers to, by name; they are nowhere else. Built-in data
-    sources read below ``data_roots`` alone. ``code_folder`` holds the code that was uploaded for the job.
+    sources read below ``data_roots`` alone, and in no ``private_folders`` of the node. ``code_folder`` holds the code that was uploaded for the job.
     ``hears_metrics``: the agent knows ``RankMetrics``. ``returns``: its replica was lost, and gets its
     state from the memory of another one.
     """
@@ -67,6 +67,7 @@ class RankSeat(Message):
     threads: int = Field(ge=1)
     secrets: dict[str, str] = Field(default_factory=dict, repr=False)
     data_roots: tuple[str, ...] = ()
+    private_folders: tuple[str, ...] = ()
     code_folder: str | None = None
     hears_metrics: bool = False
     returns: bool = False

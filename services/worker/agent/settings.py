@@ -187,6 +187,7 @@ class AgentSettings(RedisSettings):
             ),
             secrets=self.secrets_dir,
             data_roots=self.data_roots or self.user_path,
+            private=(self.home.absolute(), self.checkpoint_folder.absolute()),
         )
 
     @field_validator("factory_prefixes", "rank_env", mode="before")

@@ -3,7 +3,7 @@
 import importlib
 import inspect
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -17,6 +17,7 @@ from services.contract.jobs.specs import JobSpec
 from services.contract.messages.probe_programs import ProbeSeat
 from services.contract.messages.rank_pipe import RankSeat
 from services.worker.rank.data.hf_datasets import hf_dataset
+from services.worker.rank.data.roots import DataRoots
 from services.worker.rank.data.stdlib_bytes import stdlib_bytes
 from services.worker.rank.data.tokens import tokens
 from services.worker.rank.models.decoder import Decoder
@@ -80,13 +81,14 @@ class Grant:
     """
 
     secrets: Mapping[str, str] = field(default_factory=dict, repr=False)
-    data_roots: tuple[Path, ...] = ()
+    data_roots: Sequence[Path] = ()
 
     @classmethod
     def of(cls, seat: RankSeat | ProbeSeat) -> Self:
         """What a seat grants: a job may read its own uploaded code too, which comes first."""
         code = () if seat.code_folder is None else (seat.code_folder,)
-        return cls(seat.secrets, tuple(map(Path, (*code, *seat.data_roots))))
+        folders = tuple(map(Path, (*code, *seat.data_roots)))
+        return cls(seat.secrets, DataRoots(folders, tuple(map(Path, seat.private_folders))))
 
 
 NOTHING_GRANTED: Final = Grant()

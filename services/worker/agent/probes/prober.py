@@ -88,6 +88,7 @@ class Prober:
             memory_bytes=command.memory_bytes or psutil.virtual_memory().available // 2,
             secrets=dict(secrets),
             data_roots=tuple(map(str, self._admission.data_roots)),
+            private_folders=tuple(map(str, self._admission.private)),
             code_folder=None if code is None else str(code),
         )
         mask = Mask(secrets)

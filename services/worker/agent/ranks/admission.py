@@ -29,12 +29,13 @@ class Admission:
     """The node's rules.
 
     ``factories``: what specs may name. ``secrets``: a folder with a file a secret; None: there are
-    none. ``data_roots``: below which built-in data sources read.
+    none. ``data_roots``: below which built-in data sources read; ``private``: what of these holds other jobs' files.
     """
 
     factories: EntryPoints
     secrets: Path | None
     data_roots: tuple[Path, ...]
+    private: tuple[Path, ...] = ()
 
     def admit(self, spec: JobSpec) -> Mapping[str, str]:
         """The secrets that the job refers to, by name.

@@ -257,6 +257,7 @@ class Launcher:
             store_host=store.host,
             store_port=store.port,
             data_roots=tuple(map(str, self._admission.data_roots)),
+            private_folders=tuple(map(str, self._admission.private)),
             threads=max(1, (psutil.cpu_count() or 1) // count),
             hears_metrics=True,
         )

@@ -1,11 +1,36 @@
 """Paths in a spec: resolved below the roots that the node allows, or refused."""
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from typing import overload
 
 
 class PathOutsideRootsError(ValueError):
     """A path of the spec leads out of the folders that this node lets jobs read."""
+
+
+@dataclass(frozen=True)
+class DataRoots(Sequence[Path]):
+    """Folders below which a job may read.
+
+    Attributes:
+        folders: They.
+        private: Of the node: what lies in these is other jobs', unless a root lies in them itself.
+    """
+
+    folders: tuple[Path, ...] = ()
+    private: tuple[Path, ...] = ()
+
+    @overload
+    def __getitem__(self, place: int) -> Path: ...
+    @overload
+    def __getitem__(self, place: slice) -> Sequence[Path]: ...
+    def __getitem__(self, place: int | slice) -> Path | Sequence[Path]:
+        return self.folders[place]
+
+    def __len__(self) -> int:
+        return len(self.folders)
 
 
 def inside(path: str | Path, roots: Sequence[Path]) -> Path:
@@ -14,14 +39,20 @@ def inside(path: str | Path, roots: Sequence[Path]) -> Path:
     A relative path is looked for below each root, and is the first one that is there.
 
     Raises:
-        PathOutsideRootsError: It lies below none of them.
+        PathOutsideRootsError: It lies below none of them, or in a private folder.
     """
     real_roots = [root.resolve() for root in roots]
-    found = [real for root in real_roots if (real := (root / path).resolve()).is_relative_to(root)]
+    private = [each.resolve() for each in roots.private] if isinstance(roots, DataRoots) else []
+    found = [
+        real
+        for root in real_roots
+        if (real := (root / path).resolve()).is_relative_to(root)
+        and not any(real.is_relative_to(p) and not root.is_relative_to(p) for p in private)
+    ]
     if not found:
         shown = ", ".join(map(str, roots)) or "none is set"
         raise PathOutsideRootsError(
-            f"{path} is not below the folders that jobs may read here ({shown}); the operator of "
-            "the node sets them as MESHLOOM_DATA_ROOTS"
+            f"{path} is not below the folders that jobs may read here ({shown}), or it is in the node's "
+            "home or storage; the operator of the node sets them as MESHLOOM_DATA_ROOTS"
         )
     return next((real for real in found if real.exists()), found[0])
