@@ -413,6 +413,27 @@ def test_bad_settings_are_named_in_one_line_each(slots: str) -> None:
     ]
 
 
+def test_a_fault_of_the_agents_own_is_logged_without_its_variables() -> None:
+    """To write those of a gang takes the loop a second: some such gangs would cost the node its lease."""
+    code = """
+import structlog
+from services.worker.agent.__main__ import log_plainly
+log_plainly()
+def fail(held):
+    try:
+        raise ValueError("what happened")
+    except ValueError:
+        structlog.get_logger().exception("gang_fault")
+fail("x" * 10)
+"""
+    said = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True
+    ).stderr
+    assert "gang_fault" in said
+    assert "ValueError: what happened" in said
+    assert "held" not in said
+
+
 def test_the_health_check_tells_a_living_agent_from_a_dead_one(
     agent: AgentProcess, controller: Controller, redis_url: str
 ) -> None:

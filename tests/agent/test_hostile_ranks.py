@@ -75,6 +75,7 @@ WORDS = {
     "long line": "rank 1 wrote a line of more than 1048576 bytes to its pipe",
     "endless line": "rank 1 wrote a line of more than 1048576 bytes to its pipe",
     "negative step": "rank 1 wrote a line to its pipe that is not a message: rank_evaluated/step",
+    "endless number": "rank 1 wrote a line to its pipe that is not a message: rank_epoch_broken/epoch",
     "others' checkpoint": "rank 1 reported checkpoint ckpt_01hf7yat00000000000000zzzz",
     "another's vote": "rank 1 voted for rank 0",
     "child writes nonsense": "",

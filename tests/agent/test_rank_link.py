@@ -18,16 +18,20 @@ from services.contract.messages.rank_pipe import (
     LINE_BYTES,
     RankEvaluated,
     RankFailed,
+    RankFinished,
     RankMessage,
+    RankMetrics,
     RankReady,
 )
 from services.contract.system.mask import NOTHING_MASKED, Mask
 from services.contract.system.pipe_end import PipeEnd
 from services.contract.words.bounds import ERROR_CHARACTERS, TRACEBACK_CHARACTERS
-from services.contract.words.ids import checkpoint_id
+from services.contract.words.ids import checkpoint_id, new_trace_id
+from services.worker.agent.gangs.rank_reports import fact_of
+from services.worker.agent.gangs.state import GangState
 from services.worker.agent.ranks import rank_link
 from services.worker.agent.ranks.rank_link import RankLink
-from tests.agent.conftest import JOB
+from tests.agent.conftest import JOB, NODE
 
 
 @pytest.fixture(autouse=True)
@@ -193,6 +197,38 @@ def test_whatever_json_comes_is_a_bounded_message_or_a_fault(
     assert len(result.messages) + len(result.faults) == 1
     for message in result.messages:
         assert len(message.model_dump_json()) < LINE_BYTES
+
+
+TRACE = new_trace_id(1_700_000_000_000, bytes(10))
+SHARD = {"rank": 0, "name": "rank-00000.bin", "bytes": 1, "sha256": "0" * 64}
+NAMED = {"checkpoint_id": checkpoint_id(JOB, 1, 1), "step": 1}
+
+
+@pytest.mark.parametrize("number", [-1, 0, 2**63 - 1, 2**63, pytest.param(10**300, id="long")])
+@pytest.mark.parametrize(
+    ("kind", "fields", "name"),
+    [
+        ("rank_checkpoint_began", NAMED, "step"),
+        ("rank_checkpoint_waits", NAMED | {"condition": "full"}, "step"),
+        ("rank_vote", NAMED | {"shard": SHARD}, "step"),
+        ("rank_evaluated", {"step": 1, "loss": 1.0, "tokens": 1}, "step"),
+        ("rank_evaluated", {"step": 1, "loss": 1.0, "tokens": 1}, "tokens"),
+        ("rank_epoch_broken", {}, "epoch"),
+        *(
+            ("rank_traced", {"trace_id": TRACE, "bytes": 1, "first_step": 1, "last_step": 1}, name)
+            for name in ("bytes", "first_step", "last_step")
+        ),
+    ],
+)
+def test_a_number_that_no_fact_holds_is_a_fault_of_the_rank(
+    kind: str, fields: dict[str, object], name: str, number: int
+) -> None:
+    result = heard(line(**(fields | {"kind": kind, name: number})))
+    assert len(result.messages) + len(result.faults) == 1
+    for message in result.messages:
+        assert not isinstance(message, RankReady | RankMetrics | RankFailed | RankFinished)
+        said = fact_of(GangState(job_id=JOB, fence=1, node_id=NODE, ranks={}), 0, message)
+        assert getattr(said, name) == number
 
 
 def test_texts_are_cut_with_a_mark_and_of_many_names_few_are_kept() -> None:

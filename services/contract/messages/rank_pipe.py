@@ -200,7 +200,7 @@ class RankEpochBroken(Message):
     """Rank to agent: the connections between replicas broke, and for some seconds nobody said that a replica is lost."""
 
     kind: Literal["rank_epoch_broken"] = "rank_epoch_broken"
-    epoch: Annotated[int, Field(ge=1)]
+    epoch: Annotated[int, Field(ge=1, le=_MOST)]
 
 
 class RankFailed(Message):

@@ -31,7 +31,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m services.worker.agent")
     parser.add_argument("--check", action="store_true", help="only see whether it is alive")
     only_check = parser.parse_args().check
-    structlog.configure(logger_factory=structlog.PrintLoggerFactory(sys.stderr))
+    log_plainly()
     try:
         settings = AgentSettings()
     except ValidationError as error:
@@ -53,6 +53,21 @@ def main() -> None:
     # Python would wait for the threads that wait for a storage, which may not answer for minutes.
     sys.stderr.flush()
     os._exit(0)
+
+
+def log_plainly() -> None:
+    """Log to stderr, with tracebacks as Python writes them.
+
+    As structlog writes them by itself, with the source and all variables, each takes the loop a second: a few would
+    cost the node its lease.
+    """
+    renderer = structlog.dev.ConsoleRenderer(
+        colors=sys.stderr.isatty(), exception_formatter=structlog.dev.plain_traceback
+    )
+    structlog.configure(
+        processors=[*structlog.get_config()["processors"][:-1], renderer],
+        logger_factory=structlog.PrintLoggerFactory(sys.stderr),
+    )
 
 
 async def _serve(settings: AgentSettings) -> None:

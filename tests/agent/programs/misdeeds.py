@@ -264,6 +264,7 @@ MISDEEDS: Final[dict[str, Callable[[RankSeat, PipeEnd], None]]] = {
     "endless line": _says(b"x" * 4096, times=None),
     "flood": _says(_EVALUATED % 3 * 200, times=None),
     "negative step": _says(_EVALUATED % -1),
+    "endless number": _says(b'{"kind":"rank_epoch_broken","epoch":%d}\n' % 10**300),
     "others' checkpoint": _says(
         b'{"kind":"rank_found_corrupt","checkpoint_id":"%s","file":"f","reason":"r"}\n'
         % OTHERS_CHECKPOINT.encode()
