@@ -145,6 +145,21 @@ def test_a_failure_before_the_link_loses_the_checkpoint(
     assert CommitChain(storage.root, JOB).committed() == []
 
 
+def test_a_shard_that_its_rank_has_swapped_for_a_link_is_not_committed(
+    storage: Storage, commit: CommitCheckpoint, tmp_path: Path
+) -> None:
+    secret = tmp_path / "of root"
+    secret.write_bytes(b"y")
+    (shard,) = commit.manifest.shards
+    voted = CommitChain(storage.root, JOB).shard_folder(commit.manifest.checkpoint_id) / shard.name
+    voted.unlink()
+    voted.symlink_to(secret)
+    fact = storage.commit(commit)
+    assert isinstance(fact, CheckpointLost)
+    assert "symbolic links" in fact.reason
+    assert CommitChain(storage.root, JOB).committed() == []
+
+
 def test_a_checkpoint_is_committed_behind_a_damaged_record_and_the_damage_is_told(
     storage: Storage, commit: CommitCheckpoint
 ) -> None:

@@ -1,6 +1,7 @@
 """The storage as an agent uses it: the folder that all nodes mount, or a bucket and this node's copies."""
 
 import contextlib
+import os
 import secrets
 from collections.abc import Callable
 from pathlib import Path
@@ -11,7 +12,7 @@ from services.contract.storage.job_cards import jobs_in
 from services.contract.storage.manifests import ShardFile
 from services.contract.storage.record_files import FolderRecords, RecordFiles
 from services.contract.storage.storage_address import BucketAddress
-from services.contract.system.durable import StorageAwayError, sync_folder
+from services.contract.system.durable import StorageAwayError, open_plain, sync_folder
 from services.worker.agent.host.removal import remove_tree
 from services.worker.agent.storage.identity import (
     make_identity,
@@ -212,8 +213,9 @@ class FolderFiles(FolderRecords):
         """See ``SharedFiles.drop_copy``."""
 
     def size(self, path: Path) -> int:
-        """See ``SharedFiles.size``."""
-        return path.stat().st_size
+        """See ``SharedFiles.size``: not that of what a rank's link leads to."""
+        with open(open_plain(path), "rb") as file:  # noqa: PTH123 a descriptor, not a path
+            return os.fstat(file.fileno()).st_size
 
     def fault_of(self, path: Path, shard: ShardFile) -> str | None:
         """See ``SharedFiles.fault_of``."""
