@@ -283,6 +283,11 @@ def a_parameter(also: list[str], shape: list[int] | None = None) -> dict[str, ob
             0,
             "parameters/0/shape, more than",
         ),
+        (
+            json.dumps({"flops": {"base": 0, "slope": 0, "table": [[1, 1]] * 600_000}}),
+            0,
+            "lists and records, more than the 524288 that are taken",
+        ),
     ],
 )
 def test_whatever_makes_a_profile_unfit_is_told(changes: str, modules: int, words: str) -> None:
@@ -291,6 +296,23 @@ def test_whatever_makes_a_profile_unfit_is_told(changes: str, modules: int, word
 
 
 @pytest.mark.timeout(30)
+@pytest.mark.parametrize(
+    "answer",
+    [
+        forged("{}", letters=9 << 20),
+        forged(json.dumps({"traces": [{"segments": []}] * 300_000})),
+    ],
+    ids=["many bytes", "many objects"],
+)
+def test_of_an_answer_that_is_too_large_nothing_is_made(
+    answer: bytes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It would take the loop longer than the node's lease: no other thread runs meanwhile."""
+    monkeypatch.setattr(ModelProbed, "model_validate_json", pytest.fail)
+    with pytest.raises(UnfitProfileError, match="that are taken"):
+        _read(answer, Mask({}))
+
+
 def test_a_file_that_takes_long_to_cut_or_to_close_holds_up_no_gang(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
