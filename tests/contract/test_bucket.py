@@ -207,6 +207,8 @@ _NO_ANSWERS = {
     "a page": Fault(status=200, says=_PAGE),
     "nothing": Fault(status=200, says=""),
     "no headers": Fault(keeps=1 << 30),
+    "a proxy whose server is away": Fault(status=404, says="404 page not found"),
+    "a proxy that says nothing": Fault(status=404, says=""),
 }
 
 

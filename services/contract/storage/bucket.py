@@ -12,6 +12,7 @@ import os
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
+from http import HTTPStatus
 from pathlib import Path
 from typing import TYPE_CHECKING, BinaryIO, Final
 
@@ -40,7 +41,8 @@ _DELETED_AT_ONCE: Final = 1_000
 _LONGEST_NAME: Final = 255
 _PROOF: Final = ".conditional-writes"
 _NONE_THERE: Final = "*"
-_NOT_FOUND: Final = frozenset({"404", "NoSuchKey", "NoSuchUpload"})
+# In its own words: a proxy whose server is away answers 404, too.
+_NOT_FOUND: Final = frozenset({"NoSuchKey", "NoSuchUpload"})
 _SPOILT: Final = frozenset({"InvalidPart", "InvalidPartOrder", "EntityTooSmall"})
 _TAKEN: Final = frozenset({"412", "PreconditionFailed", "409", "ConditionalRequestConflict"})
 _TIMES_OUT_S: Final = 10
@@ -175,9 +177,16 @@ class Bucket:
             FileNotFoundError: There is none.
         """
         with self._told(name):
-            return self._s3.head_object(Bucket=self.address.bucket, Key=self._key(name))[
-                "ContentLength"
-            ]
+            bucket, key = self.address.bucket, self._key(name)
+            try:
+                return self._s3.head_object(Bucket=bucket, Key=key)["ContentLength"]
+            except ClientError as error:
+                if error.response["ResponseMetadata"]["HTTPStatusCode"] != HTTPStatus.NOT_FOUND:
+                    raise
+            # An answer to HEAD has no words: this one tells a missing object from a proxy's page.
+            answer = self._s3.get_object(Bucket=bucket, Key=key)
+            answer["Body"].close()
+            return answer["ContentLength"]
 
     def create(self, name: str, content: bytes) -> str:
         """Make an object that is not there yet, by one conditional write; answers its ETag.
