@@ -207,6 +207,7 @@ _NO_ANSWERS = {
     "a page": Fault(status=200, says=_PAGE),
     "nothing": Fault(status=200, says=""),
     "no headers": Fault(keeps=1 << 30),
+    "a length alone": Fault(keeps=1 << 30, headers=("content-length",)),
     "a proxy whose server is away": Fault(status=404, says="404 page not found"),
     "a proxy that says nothing": Fault(status=404, says=""),
 }
@@ -231,7 +232,7 @@ def test_what_is_no_answer_of_an_object_store_is_a_condition(
         "parts": lambda: list(bucket.parts("folder/record")),
     }
     server.fail(fault)
-    if what == "names" and fault is _NO_ANSWERS["no headers"]:
+    if what == "names" and fault.keeps is not None:
         assert bucket.names("folder").keys() == {"record"}  # all that counts is in the body
         return
     with pytest.raises(StorageAwayError):

@@ -179,14 +179,16 @@ class Bucket:
         with self._told(name):
             bucket, key = self.address.bucket, self._key(name)
             try:
-                return self._s3.head_object(Bucket=bucket, Key=key)["ContentLength"]
+                answer = self._s3.head_object(Bucket=bucket, Key=key)
+                _ = answer["ETag"]  # a page has a length, too
+                return answer["ContentLength"]
             except ClientError as error:
                 if error.response["ResponseMetadata"]["HTTPStatusCode"] != HTTPStatus.NOT_FOUND:
                     raise
             # An answer to HEAD has no words: this one tells a missing object from a proxy's page.
-            answer = self._s3.get_object(Bucket=bucket, Key=key)
-            answer["Body"].close()
-            return answer["ContentLength"]
+            found = self._s3.get_object(Bucket=bucket, Key=key)
+            found["Body"].close()
+            return found["ContentLength"]
 
     def create(self, name: str, content: bytes) -> str:
         """Make an object that is not there yet, by one conditional write; answers its ETag.
