@@ -4,6 +4,7 @@ import hashlib
 import os
 import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -167,6 +168,25 @@ def test_what_was_finished_by_a_request_whose_answer_was_lost_is_there(
     # The first POST begins the upload, the second one ends it.
     server.fail(Fault(methods=("POST",), code="", status=500, after=1, times=1))
     bucket.upload("shard", path)
+    assert bucket.size("shard") == PART + 1
+
+
+def test_of_two_uploads_of_one_file_at_once_each_is_done(bucket: Bucket, tmp_path: Path) -> None:
+    path = tmp_path / "shard"
+    path.write_bytes(b"x" * (PART + 1))
+    digest = hashlib.sha256(path.read_bytes()).hexdigest()
+    both = threading.Barrier(2, timeout=60)
+
+    def meet() -> None:
+        both.wait()
+
+    def upload() -> None:
+        bucket.upload("shard", path, meet, sha256=digest)
+
+    with ThreadPoolExecutor(2) as pool:
+        uploads = [pool.submit(upload) for _ in range(2)]
+        for each in uploads:
+            each.result()
     assert bucket.size("shard") == PART + 1
 
 
