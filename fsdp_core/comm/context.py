@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections import Counter, deque
 from functools import cached_property, partial
 from typing import TYPE_CHECKING, Protocol
@@ -50,6 +51,13 @@ class InFlightReduction(Protocol):
 
     def drop(self, comm: CommContext) -> None:
         """Forgets the result, once it is there: the iteration it belongs to failed."""
+
+
+class Recoverable(Protocol):
+    """A root, which forgets a backward that raised."""
+
+    def recover_if_failed(self) -> None:
+        """Drops what its last backward left in flight, if that raised."""
 
 
 class CollectiveCounts:
@@ -127,6 +135,7 @@ class CommContext:
         self.uncopied: list[CopiedSlices] = [] if uncopied is None else uncopied
         self.reduces: InFlightWindow[InFlightReduction] = InFlightWindow()
         self._make_streams = make_streams
+        self._roots: weakref.WeakSet[Recoverable] = weakref.WeakSet()
         self._gathered: list[tuple[torch.Tensor, Event]] = []
         self._held: list[tuple[torch.Tensor, Event]] = []
         self._awaited: list[Event] = []
@@ -143,6 +152,17 @@ class CommContext:
     def inline(self) -> CommContext:
         """Counts with this one, but places everything on the current stream."""
         return CommContext(HostStreams, self.counts, self.uncopied)
+
+    # -- Several roots
+
+    def add_root(self, root: Recoverable) -> None:
+        """`root` communicates here from now on."""
+        self._roots.add(root)
+
+    def recover_failed(self) -> None:
+        """Drops what backwards that raised left in flight, before another root would land it."""
+        for root in list(self._roots):
+            root.recover_if_failed()
 
     # -- Collectives that end
 

@@ -94,7 +94,7 @@ class RootContext:
         self._ends_all = False
         self._reached: set[Unit] = set()
         self._prefetched: list[Unit] = []
-        shared.counts.tell(relay)
+        self.move_to(shared)
 
     @property
     def root(self) -> Unit:
@@ -120,6 +120,7 @@ class RootContext:
         """Shares another root's streams, counts and window; between iterations."""
         self.shared = shared
         shared.counts.tell(self.relay)
+        shared.add_root(self)
 
     @property
     def in_backward(self) -> bool:
@@ -130,7 +131,7 @@ class RootContext:
         """
         if torch_private.in_backward():
             return True
-        if self._end is None or self._end() is None or self._forward_thread is None:
+        if not self._is_end_queued or self._forward_thread is None:
             return False
         # Not by its number, which the next thread may have.
         return self._forward_thread() is not threading.current_thread()
@@ -251,7 +252,7 @@ class RootContext:
         may run alone, and what a module returns may hide a tensor, or be kept elsewhere. Then
         the other units' iteration goes on.
         """
-        if unit in self._reached and self._end is not None and self._end() is not None:
+        if unit in self._reached and self._is_end_queued:
             return  # told by another of its gradients
         self._queue_end()
         self._reached.add(unit)
@@ -259,7 +260,7 @@ class RootContext:
     def _queue_end(self) -> None:
         if not torch_private.in_backward():
             return
-        if self._end is not None and self._end() is None:
+        if self._end is not None and not self._is_end_queued:
             raise StateError(
                 "An earlier backward raised, and this one did not come through the output of a "
                 "unit's forward, so gradients of the two cannot be distinguished. Call "
@@ -271,10 +272,17 @@ class RootContext:
                 "reduce: gradients would be lost. Switch it off (torch._dynamo.config.compiled_autograd)."
             )
         if self._end is None:
+            self.shared.recover_failed()
             self.reduces.resize(max(unit.options.max_reduces for unit in self.units))
             end = _EndOfBackward(self._end_outside_transforms)
             self._end = weakref.ref(end)
             torch_private.queue_after_backward(end)
+
+    @property
+    def _is_end_queued(self) -> bool:
+        """Whether the end of a backward is to come, or goes on; not if that backward raised."""
+        end = None if self._end is None else self._end()
+        return end is not None and not end.has_raised
 
     def admit_reduce(self, pending: InFlightReduction) -> None:
         """Takes a reduction into the window; see `make_room_for_reduce`."""
@@ -333,10 +341,10 @@ class RootContext:
     def recover_if_failed(self) -> None:
         """Forgets the previous backward if it raised; called where forward or backward begins.
 
-        A backward that raises never calls back. Outside backward, a callback that has not come will not
-        come; within another backward, the callback's weak reference is dead.
+        A backward that raises never calls back, or raises as it does. Outside backward, a callback that
+        has not come will not come; within another backward, the callback's weak reference is dead.
         """
-        if self._end is not None and (self._end() is None or not self.in_backward):
+        if self._end is not None and not (self._is_end_queued and self.in_backward):
             self.recover()
 
     def recover(self) -> None:
@@ -365,10 +373,18 @@ class _EndOfBackward:
 
     Only the running backward refers to it: if that raises, this is freed, and a weak reference to it is
     dead.
+
+    Attributes:
+        has_raised: Whether the end itself raised. Whoever keeps that exception keeps this, too.
     """
 
     def __init__(self, finish: Callable[[], None]) -> None:
         self._finish = finish
+        self.has_raised = False
 
     def __call__(self) -> None:
-        self._finish()
+        try:
+            self._finish()
+        except BaseException:
+            self.has_raised = True
+            raise

@@ -306,20 +306,28 @@ def check_interrupt(ctx: RankContext) -> None:
     assert_nothing_is_left(model)
 
 
-def test_a_second_graph_may_go_backward_after_the_first_failed(gangs: Gangs) -> None:
-    gangs(2).run(check_second_graph)
+@pytest.mark.parametrize("where", ["within", "at its end"])
+def test_a_second_graph_may_go_backward_after_the_first_failed(gangs: Gangs, where: str) -> None:
+    gangs(2).run(check_second_graph, where)
 
 
-def check_second_graph(ctx: RankContext) -> None:
+def check_second_graph(ctx: RankContext, where: str) -> None:
     model, alone = shard_decoder(ctx), shard_decoder(ctx)
-    fault = inner(model).register_forward_hook(fault_in_backward)
+    if where == "within":
+        fault: Removable = inner(model).register_forward_hook(fault_in_backward)
+    else:
+        slice_of_root = next(iter(model.parameters()))
+        fault = slice_of_root.register_post_accumulate_grad_hook(fail)  # type: ignore[no-untyped-call]  # PyTorch's
     failing = loss_of(model, tokens_of(0, ctx.rank).to(ctx.device))
-    fault.remove()
+    if where == "within":
+        fault.remove()
     loss = loss_of(model, tokens_of(1, ctx.rank).to(ctx.device))
-    with pytest.raises(InjectedError):
+    with pytest.raises(InjectedError) as kept:
         torch.autograd.backward(failing)
+    fault.remove()
     model.zero_grad()
     torch.autograd.backward(loss)
+    assert kept.tb is not None  # and with it all that its frames refer to
     torch.autograd.backward(loss_of(alone, tokens_of(1, ctx.rank).to(ctx.device)))
     for mine, theirs in zip(model.parameters(), alone.parameters(), strict=True):
         assert (mine.grad is None) == (theirs.grad is None)

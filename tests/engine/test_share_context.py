@@ -14,6 +14,8 @@ from fsdp_core.runtime import NullObserver
 from tests.engine.gang import Gangs, RankContext
 from tests.engine.models import WIDTH, Block
 from tests.engine.sharded import held_unsharded_bytes, local, state, unit
+from tests.engine.versus import assert_same_tensor
+from tests.engine.ways.run import Raising
 
 pytestmark = pytest.mark.ranks
 
@@ -99,6 +101,46 @@ def check_sharing(ctx: RankContext, when: str) -> None:
     # One count goes on over both, and an observer of both is told once.
     assert watch.issued == list(range(watch.issued[0], watch.issued[0] + len(watch.issued)))
     assert held_unsharded_bytes(chunks[0]) + held_unsharded_bytes(chunks[1]) == 0
+
+
+@pytest.mark.parametrize("through_both", [False, True], ids=["the other", "both"])
+def test_a_root_whose_backward_raised_leaves_nothing_to_the_others(
+    gangs: Gangs, *, through_both: bool
+) -> None:
+    gangs(2).run(check_failed_root, through_both)
+
+
+def check_failed_root(ctx: RankContext, through_both: bool) -> None:  # noqa: FBT001 - shipped positionally
+    expected, found = (
+        grads_beside(ctx, through_both=through_both, fails=fails) for fails in (False, True)
+    )
+    assert expected.keys() == found.keys()
+    for name, grad in found.items():
+        assert_same_tensor(name, grad, expected[name], 0.0, 0.0)
+
+
+def grads_beside(
+    ctx: RankContext, *, through_both: bool, fails: bool
+) -> dict[str, torch.Tensor | None]:
+    """Of two roots, after a backward of the first alone that raised, if it `fails`."""
+    chunks = [sharded_chunk(ctx, index, fully_shard) for index in range(2)]
+    share_comm_ctx(chunks)
+    first, second = chunks
+    fault = first.blocks[0].register_forward_hook(lambda _, __, out: Raising.of(out))
+    failing = first(ctx.batch(0, 3, WIDTH))
+    fault.remove()
+    hidden = first(ctx.batch(1, 3, WIDTH))
+    loss = second(hidden if through_both else hidden.detach()).square().sum()
+    if fails:
+        with pytest.raises(ZeroDivisionError):
+            torch.autograd.backward(failing.square().sum())
+        first.zero_grad()
+    torch.autograd.backward(loss)
+    return {
+        f"{index} {name}": None if param.grad is None else local(param.grad)
+        for index, chunk in enumerate(chunks)
+        for name, param in chunk.named_parameters()
+    }
 
 
 @pytest.mark.parametrize("sync", ["every", "last"])
