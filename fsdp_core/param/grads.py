@@ -164,6 +164,7 @@ class GradBatch:
         is_agreed: Whether flags travel.
         reduce_dtype: In which the gradients travel.
         plain: The parameters, if each gives a gradient of its own; None: some may not.
+        label: Whose gradients they are; the same on all ranks.
     """
 
     params: list[GradTarget]
@@ -173,6 +174,7 @@ class GradBatch:
     is_agreed: bool
     reduce_dtype: torch.dtype
     plain: PlainGrads | None = None
+    label: str = ""
 
 
 def batches_of(

@@ -354,18 +354,23 @@ class FSDPParamGroup:
 
     def issue_reduce(self, batch: GradBatch, comm: CommContext) -> PendingReduce | LocalReduce:
         """Starts the reduction of a batch from `take_grads`."""
-        label, route = self._label, self._route
-        if route is None or route.options != self.options or route.label != label:
-            route = self._route = self._new_route(label)
+        batch.label = self._label_of(batch)
+        route = self._route
+        if route is None or route.options != self.options:
+            route = self._route = self._new_route()
         if LocalReduce.suits(batch, route):
             return LocalReduce(batch, route, comm)
         return PendingReduce.issue(batch, route, comm)
 
-    def _new_route(self, label: str) -> ReduceRoute:
+    def _label_of(self, batch: GradBatch) -> str:
+        # Ranks that froze different parameters of one size would add up gradients of different ones.
+        is_whole = len(batch.present) == len(self.params)
+        return self._label if is_whole else ", ".join(repr(param.fqn) for param in batch.params)
+
+    def _new_route(self) -> ReduceRoute:
         custom, group = self.options.reduce_scatter, self.options.reduce_group
         is_ours = custom is None and group is None
         return ReduceRoute(
-            label=label,
             options=replace(self.options),  # setters do not change what is in flight
             shards=self._hostwise
             if is_ours and self._hostwise is not None

@@ -33,7 +33,6 @@ class ReduceRoute:
     """Where a group's gradients go.
 
     Attributes:
-        label: Whose gradients they are; the same on all ranks.
         options: Of the group.
         shards: Axis of the reduce-scatter.
         replicas: Axis of the all-reduce; one rank where there is none.
@@ -42,7 +41,6 @@ class ReduceRoute:
         shared: Reduces over the shard axis through memory that its ranks share; None: by `shards`.
     """
 
-    label: str
     options: GroupOptions
     shards: Collectives
     replicas: Collectives
@@ -111,7 +109,7 @@ class PendingReduce:
         packing, contribution = _pack(batch, route, aligns_rows=streams.run_apart)
         reduction = route.reduction(dtype)
         streams.wait_stream(Stream.REDUCE, Stream.COMPUTE)
-        what = f"reduce-scatter of {route.label} ({amount(packing.total, dtype)})"
+        what = f"reduce-scatter of {batch.label} ({amount(packing.total, dtype)})"
         with in_step(shards.group, route.device, what), streams.enter(Stream.REDUCE):
             result = shards.reduce_buffer(packing.row, dtype, route.device)
             if reduction.pre_divide != 1:
@@ -146,7 +144,7 @@ class PendingReduce:
             _slicings(batch, route.shards.size),
             route.reduction(batch.reduce_dtype),
             lambda packing: (
-                f"reduce-scatter of {route.label} ({amount(packing.total, batch.reduce_dtype)})"
+                f"reduce-scatter of {batch.label} ({amount(packing.total, batch.reduce_dtype)})"
             ),
             dtype=batch.reduce_dtype,
             on_complete=partial(comm.counts.complete, route.shards.name, sequence),
@@ -224,7 +222,7 @@ class PendingReduce:
             return
         stream = Stream.ALL_REDUCE
         comm.streams.wait_stream(stream, Stream.REDUCE)
-        what = f"all-reduce of {self._route.label} ({amount(result.numel(), result.dtype)})"
+        what = f"all-reduce of {self._batch.label} ({amount(result.numel(), result.dtype)})"
         with comm.streams.enter(stream):
             with in_step(self._route.replicas.group, result.device, what):
                 ticket = self._all_reduce(result, comm)

@@ -19,7 +19,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor.debug import CommDebugMode
 
-from fsdp_core import clip_grad_norm_, fully_shard, torch_private
+from fsdp_core import SharedMemoryPolicy, clip_grad_norm_, fully_shard, torch_private
 from fsdp_core.comm import DefaultAllGather, desync
 from fsdp_core.errors import DesyncError
 from tests.engine.gang import Gang, Gangs, RankContext
@@ -144,6 +144,27 @@ def check_dtypes(ctx: RankContext) -> str:
     model.to(dtype)
     with pytest.raises(DesyncError) as caught:
         model(torch.ones(2, 4, device=ctx.device, dtype=dtype))
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("shares", [False, True], ids=["process group", "shared memory"])
+def test_ranks_that_froze_different_parameters_of_one_size_are_told_so(*, shares: bool) -> None:
+    gang = Gang(2, "cpu")  # of its own: its process group is of no use afterwards
+    for told in gang.run(check_frozen, shares):
+        assert "reduce-scatter of '0.weight', '0.bias' (" in told
+        assert "reduce-scatter of '0.bias', '1.weight' (" in told
+    gang.kill()
+
+
+def check_frozen(ctx: RankContext, shares: bool) -> str:  # noqa: FBT001 - shipped positionally
+    """As where each rank chooses by a seed of its own which layers to train."""
+    desync.PATIENCE = PATIENCE
+    model = nn.Sequential(*[nn.Linear(4, 4, bias=index == 0) for index in range(2)])
+    fully_shard(model, mesh=ctx.mesh, shared_memory=SharedMemoryPolicy() if shares else None)
+    model.get_submodule(str(1 - ctx.rank)).requires_grad_(requires_grad=False)
+    model.get_parameter("0.bias").requires_grad_()
+    with pytest.raises(DesyncError) as caught:
+        torch.autograd.backward(model(torch.ones(2, 4)).sum())
     return str(caught.value)
 
 

@@ -86,7 +86,7 @@ def close(ones: Sequence[torch.Tensor], others: Sequence[torch.Tensor]) -> bool:
 
 
 def is_hostwise(model: nn.Module) -> bool:
-    axes = [group._new_route("").shards for group in state(model).groups]
+    axes = [group._new_route().shards for group in state(model).groups]
     return all(isinstance(axis, HostwiseCollectives) for axis in axes)
 
 
