@@ -227,10 +227,13 @@ def test_a_profile_with_which_nobody_could_plan_is_refused_with_the_reason(
     assert words in failure.reason
 
 
-LINE: Final = {"base": 0, "slope": 1}
+LINE: Final[dict[str, object]] = {"base": 0, "slope": 1}
 
 
-def a_trace(lines: list[dict[str, int]], grads: list[int]) -> dict[str, object]:
+CURVE: Final = LINE | {"table": [[1, 1], [2, 4], [3, 9]], "curved": True}
+
+
+def a_trace(lines: list[dict[str, object]], grads: list[int]) -> dict[str, object]:
     segment = {"begins": "start", "module": "", "peak": {"lines": lines}, "change": LINE}
     return {"conditions": {}, "segments": [segment | {"grads": grads}], "tp_bytes": LINE}
 
@@ -261,6 +264,11 @@ def a_parameter(also: list[str], shape: list[int] | None = None) -> dict[str, ob
             json.dumps({"traces": [a_trace([LINE] * 257, [0])]}),
             0,
             "257 numbers or names at /profile/traces/0/segments/0/peak/lines",
+        ),
+        (
+            json.dumps({"traces": [a_trace([LINE, CURVE], [0])]}),
+            0,
+            "curves among the 2 lines at /profile/traces/0/segments/0/peak/lines",
         ),
         (
             json.dumps({"traces": [a_trace([LINE], [0] * 85)]}),

@@ -36,6 +36,7 @@ from services.controller.domain.job.job import Job, Planning
 from services.controller.domain.plans import default_plan
 from services.controller.domain.plans.pace import scale_of
 from services.controller.domain.scheduling.node import Lease
+from services.controller.ports.coordination import Ports
 from services.controller.ports.jobs import Actor, EventRecord, Stored
 from services.controller.ports.machines import FactEntry, Log
 from services.controller.ports.plans import PlanStore
@@ -611,10 +612,12 @@ def test_what_cannot_be_read_of_a_model_is_asked_again_and_hides_no_other_plan(
 
         monkeypatch.setattr(office.ports.plans, "answer", unreadable)
         second = await office.submits()
-        await office.plans()
+        for _ in range(3):
+            await office.plans()
         assert len(office.asked()) == 2
         shown = await list_plans(office.ports, PlanFilter(), None, 10, _DRAWING)
-        assert [plan.state for plan in shown.items] == [PlanState.PROBING, PlanState.READY]
+        states = [plan.state for plan in shown.items]
+        assert states == [PlanState.PROBING, PlanState.PROBING, PlanState.READY]
         monkeypatch.undo()
         await office.answers()
         await office.looks()
@@ -762,20 +765,54 @@ class OneReader:
             self.readers -= 1
 
 
-def test_however_many_ask_for_plans_one_answer_is_read_at_a_time() -> None:
+def a_profiled_model(office: Office) -> tuple[Ports, OneReader, JobSpec]:
+    """Ports that count who reads what a node answered, and a spec of whose model the profile is known."""
+    seen: Any = OneReader(office.ports.plans)
+    spec = JobSpec.model_validate(job_body(model={"factory": "decoder", "args": ARGS}, plan="auto"))
+    return replace(office.ports, plans=seen), seen, spec
+
+
+def test_however_many_ask_for_plans_one_answer_is_read_at_a_time_and_once_for_each() -> None:
     async def course(office: Office) -> None:
         await office.submits()
         await office.looks()
         await office.answers()
-        seen: Any = OneReader(office.ports.plans)
-        ports = replace(office.ports, plans=seen)
-        spec = JobSpec.model_validate(
-            job_body(model={"factory": "decoder", "args": ARGS}, plan="auto")
-        )
-        asked = (make_plan(ports, Wanted(spec), ADA, ANYTHING, _DRAWING) for _ in range(8))
+        ports, seen, spec = a_profiled_model(office)
+        drawing = Drawing(wait_s=0)
+        asked = (make_plan(ports, Wanted(spec), ADA, ANYTHING, drawing) for _ in range(8))
         made = await asyncio.gather(*asked)
         assert {plan.state for plan in made} == {PlanState.READY}
-        assert seen.reads > 8
-        assert seen.most == 1
+        assert (seen.reads, seen.most) == (8, 1)
+
+    play(course)
+
+
+def test_a_list_waits_for_no_plan_that_is_being_worked_out_and_another_owner_for_one() -> None:
+    async def course(office: Office) -> None:
+        await office.submits()
+        await office.looks()
+        await office.answers()
+        ports, seen, spec = a_profiled_model(office)
+        drawing = Drawing(wait_s=0)
+        done: list[str] = []
+
+        async def makes(owner: str) -> None:
+            await make_plan(ports, Wanted(spec), Actor(owner), ANYTHING, drawing)
+            done.append(owner)
+
+        async def states() -> list[PlanState]:
+            page = await list_plans(ports, PlanFilter(), None, 10, drawing)
+            return [plan.state for plan in page.items]
+
+        async with asyncio.TaskGroup() as group:
+            async with drawing.hands.of("cleo"):
+                for owner in ("ada", "ada", "ada", "bob"):
+                    group.create_task(makes(owner))
+                while (shown := await states()).count(PlanState.PROBING) < 4:  # noqa: ASYNC110 virtual time
+                    await asyncio.sleep(0)
+                assert len(shown) == 5
+            assert (seen.reads, done) == (0, [])
+        assert sorted(done) == ["ada", "ada", "ada", "bob"]
+        assert done.index("bob") < 2
 
     play(course)

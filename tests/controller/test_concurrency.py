@@ -12,13 +12,13 @@ from prometheus_client import CollectorRegistry, generate_latest
 from starlette.types import Message, Receive, Scope, Send
 
 from services.contract.api.access import Scope as TokenScope
-from services.contract.system.long_work import in_turns
+from services.contract.system.long_work import Turns, in_turns
 from services.contract.words.states import JobState
 from services.controller.adapters.memory import memory_ports
 from services.controller.adapters.memory.server import MemoryServer
 from services.controller.adapters.redis.job_rows import KnownRows, Row, read_row
 from services.controller.api import monitoring
-from services.controller.api.concurrency import ParsingRounds, Shares, Turns
+from services.controller.api.concurrency import ParsingRounds, Shares
 from services.controller.api.middleware import BodyLimit
 from services.controller.api.monitoring import Monitor
 from services.controller.api.sse import StreamSlots

@@ -9,7 +9,7 @@ from math import prod
 from typing import Literal
 
 from fsdp_core.plan.model.estimating import Training
-from fsdp_core.plan.model.profile import Conditions, ModelProfile
+from fsdp_core.plan.model.profile import Conditions, ModelProfile, Segment
 from fsdp_core.plan.model.question import FixedUnit, LayoutQuestion, UnitOption
 from fsdp_core.plan.model.sharding import (
     ANY,
@@ -29,6 +29,8 @@ _LEAST_LAYOUTS = 64
 _LEAST_MICRO_BATCHES = 4
 # A module that weighs less than this part of a block stays with the root.
 _SMALL = 4
+# Of what operators take within themselves a measurement finds fewer.
+_FEW_LINES = 16
 _ROOT = UnitPlan(("",))
 
 
@@ -202,10 +204,7 @@ class LayoutSpace:
     @cached_property
     def weight(self) -> int:
         """With what the time of an estimate grows: parameters, and a step's segments and their lines."""
-        steps = (
-            sum(1 + len(each.peak.lines) + len(each.change.table) for each in trace.segments)
-            for trace in self.profile.traces
-        )
+        steps = (sum(map(_weight, trace.segments)) for trace in self.profile.traces)
         return len(self.profile.parameters) + max(steps, default=0) + 1
 
     def _some_micro_batches(self, mesh: MeshPlan) -> tuple[int, ...]:
@@ -358,3 +357,8 @@ def _filled(unit: FixedUnit, layout: Layout) -> UnitPlan:
 def _divisors(number: int) -> tuple[int, ...]:
     small = [each for each in range(1, int(number**0.5) + 1) if number % each == 0]
     return tuple(sorted({*small, *(number // each for each in small)}))
+
+
+def _weight(segment: Segment) -> int:
+    within = 0 if segment.within is None else max(len(segment.within.lines) - _FEW_LINES, 0)
+    return 1 + len(segment.peak.lines) + len(segment.change.table) + within

@@ -3,7 +3,7 @@
 import hashlib
 import json
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, Final
 
 from pydantic import BaseModel
@@ -33,6 +33,8 @@ _MOST_OF_EACH: Final = {
 }
 _MOST_NAMES: Final = 1 << 19
 _GRADS_OF_EACH: Final = 4
+# A line on which no whole numbers lie is told by its two ends.
+_ROWS_OF_A_LINE: Final = 2
 _OF_THE_SPEC: Final = ("model", "data", "optimizer")
 _OF_THE_SPEC_IF_SET: Final = ("trainable", "loss", "code")
 _OF_THE_TRAINING: Final = ("precision",)
@@ -120,9 +122,21 @@ def _numbers(root: object) -> Iterator[tuple[str, float]]:
                     f"the profile has {len(value)} numbers or names at {place}, more than the {most} "
                     "that a measurement finds"
                 )
+            if place.endswith("/lines"):
+                _refuse_curves(place, value)
             todo += [(f"{place}/{number}", item) for number, item in enumerate(value)]
         elif isinstance(value, int | float) and not isinstance(value, bool):
             yield place, value
+
+
+def _refuse_curves(place: str, lines: Sequence[Any]) -> None:
+    """Refuse several curves of which the highest counts: each takes a search as long as a dozen lines."""
+    if len(lines) > 1 and any(
+        each["curved"] or len(each["table"]) > _ROWS_OF_A_LINE for each in lines
+    ):
+        raise UnfitProfileError(
+            f"the profile has curves among the {len(lines)} lines at {place}: a measurement finds one curve, or lines"
+        )
 
 
 def _chosen(part: BaseModel, always: Iterable[str], if_set: Iterable[str]) -> dict[str, Any]:

@@ -1,7 +1,9 @@
-"""Long work in an event loop, cut such that others have their turns in between."""
+"""Long work in an event loop, cut or queued such that others have their turns in between."""
 
 import asyncio
+import contextlib
 import time
+from collections import Counter
 from collections.abc import AsyncIterator, Iterable
 from typing import Final, TypeVar
 
@@ -18,3 +20,31 @@ async def in_turns(items: Iterable[T]) -> AsyncIterator[T]:
         if time.monotonic() - began > _TURN_S:
             await asyncio.sleep(0)
             began = time.monotonic()
+
+
+class Turns:
+    """Whoever asks a hundred times at once waits for each; others wait for one of these at most."""
+
+    def __init__(self) -> None:
+        self._all = asyncio.Lock()
+        self._own: dict[str, asyncio.Lock] = {}
+        self._asking: Counter[str] = Counter()
+
+    @property
+    def is_taken(self) -> bool:
+        """Whether somebody works."""
+        return self._all.locked()
+
+    @contextlib.asynccontextmanager
+    async def of(self, subject: str) -> AsyncIterator[None]:
+        """Within, nobody else works. Turns come as they were asked for, one of each subject."""
+        own = self._own.setdefault(subject, asyncio.Lock())
+        self._asking[subject] += 1
+        try:
+            # Locks are given in the order in which they were asked for.
+            async with own, self._all:
+                yield
+        finally:
+            self._asking[subject] -= 1
+            if not self._asking[subject]:
+                del self._asking[subject], self._own[subject]

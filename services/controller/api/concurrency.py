@@ -5,14 +5,13 @@ moment and take a twentieth of a second each would keep it from renewing the lea
 """
 
 import asyncio
-import contextlib
 from collections import Counter
-from collections.abc import AsyncIterator
 from http import HTTPStatus
 from typing import Final
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from services.contract.system.long_work import Turns
 from services.controller.api.problems import problem_response
 from services.controller.api.uploads import is_code
 
@@ -76,29 +75,6 @@ class Shares:
             self._asking[asks.subject] -= 1
             if not self._asking[asks.subject]:
                 del self._asking[asks.subject], self._slots[asks.subject]
-
-
-class Turns:
-    """Whoever asks a hundred times at once waits for each; others wait for one of these at most."""
-
-    def __init__(self) -> None:
-        self._all = asyncio.Lock()
-        self._own: dict[str, asyncio.Lock] = {}
-        self._asking: Counter[str] = Counter()
-
-    @contextlib.asynccontextmanager
-    async def of(self, subject: str) -> AsyncIterator[None]:
-        """Within, nobody else works. Turns come as they were asked for, one of each subject."""
-        own = self._own.setdefault(subject, asyncio.Lock())
-        self._asking[subject] += 1
-        try:
-            # Locks are given in the order in which they were asked for.
-            async with own, self._all:
-                yield
-        finally:
-            self._asking[subject] -= 1
-            if not self._asking[subject]:
-                del self._asking[subject], self._own[subject]
 
 
 class ParsingRounds:

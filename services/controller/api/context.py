@@ -10,7 +10,7 @@ from fastapi import Depends, Request
 from services.contract.api.access import Scope
 from services.contract.jobs.entry_points import EntryPoints
 from services.contract.jobs.specs import HIGHEST_PRIORITY
-from services.controller.api.concurrency import Turns
+from services.contract.system.long_work import Turns
 from services.controller.api.monitoring import Monitor
 from services.controller.api.sse import StreamSlots
 from services.controller.api.uploads import Uploads

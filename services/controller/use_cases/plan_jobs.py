@@ -143,7 +143,8 @@ class Planner:
         except NotFoundError:
             return await self._ask(job, await current_usages(self._ports), Counter())
         except RecordUnreadableError as error:
-            return PlanMissed(plan_id, f"no plan could be made: {error}")
+            # The node can tell it again.
+            return PlanMissed(plan_id, f"no plan could be made: {error}", unanswered=True)
         return _outcome(plan)
 
     async def _ask(self, job: Job, usages: tuple[NodeUsage, ...], waits: Counter[str]) -> JobEvent:
@@ -160,11 +161,7 @@ class Planner:
     async def _begin(self, job: Job, usages: tuple[NodeUsage, ...]) -> Plan:
         # Whoever was asked before and did not answer must not be waited for.
         wanted = Wanted(job.spec, fresh=job.planning is not None and job.planning.again)
-        try:
-            return await begin_plan(self._ports, wanted, job.owner, self._drawing, usages)
-        except RecordUnreadableError:  # what is known of the model; the node can tell it again
-            wanted = Wanted(job.spec, fresh=True)
-            return await begin_plan(self._ports, wanted, job.owner, self._drawing, usages)
+        return await begin_plan(self._ports, wanted, job.owner, self._drawing, usages)
 
 
 def _plan_of(job: Job) -> str | None:

@@ -1,5 +1,6 @@
 """Which plans a list shows, the newest first."""
 
+import asyncio
 from dataclasses import dataclass
 from typing import Final
 
@@ -14,6 +15,7 @@ from services.controller.use_cases import cursors
 from services.controller.use_cases.plans import Drawing, look, plan_view
 
 _CHUNK: Final = 50
+_WORKS_FOR_S: Final = 5.0
 
 
 @dataclass(frozen=True)
@@ -40,19 +42,23 @@ async def list_plans(
     """At most ``limit`` plans behind ``cursor``, and the cursor behind them if there are more.
 
     One that is PROBING by its record may be over by now: it is looked at first, so that the list
-    says what each plan itself would say.
+    says what each plan itself would say. But a list neither waits for plans that others work out nor begins another after
+    some seconds: the rest are shown as they were.
 
     Raises:
         InvalidRequestError: The cursor is none of ours.
     """
     place = cursors.to_place(cursor)
     last = place
+    clock = asyncio.get_running_loop().time
+    ends = clock() + _WORKS_FOR_S
     found: list[PlanSummary] = []
     while True:
         chunk = await ports.plans.page(place, _CHUNK)
         # Others have their turn between two: specs of 64 KiB are shown and judged, too.
         async for record in in_turns(filter(wanted.is_of, chunk)):
-            plan = await _present(ports, record, drawing)
+            is_due = clock() < ends and not drawing.hands.is_taken
+            plan = await _present(ports, record, drawing) if is_due else record
             if plan is None or not wanted.matches(plan):
                 continue
             if len(found) == limit and last is not None:

@@ -5,6 +5,7 @@ nothing is lost with the one that was asked.
 """
 
 import asyncio
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -26,6 +27,7 @@ from services.contract.messages.probing import (
     ProbeModel,
 )
 from services.contract.redis import redis_keys as keys
+from services.contract.system.long_work import Turns
 from services.contract.words.ids import new_plan_id
 from services.contract.words.problems import Fault
 from services.contract.words.states import NodeState, PlanState
@@ -69,7 +71,7 @@ _RANDOM_BYTES: Final = 10
 _MEASURED_WITHIN_MS: Final = 30_000
 _FAILED_MEASURE_STANDS_MS: Final = 60_000
 _LOOK_EVERY_S: Final = 0.1
-_AT_ONCE: Final = 1
+_LONGEST_PAUSE_S: Final = 1.0
 
 
 @dataclass(frozen=True)
@@ -77,25 +79,13 @@ class Drawing:
     """How plans are made here.
 
     ``wait_s``: for how long a request waits for a probe. ``probe_timeout_s``: how long a probe may
-    take. ``hands``: plans are worked out one at a time, beside the event loop. ``reading``: a node's
-    answer may have megabytes, and others have their turn between two that are read.
+    take. ``hands``: plans are worked out one at a time, those of one owner after another's, beside the event
+    loop.
     """
 
     wait_s: float = 5.0
     probe_timeout_s: float = 120.0
-    hands: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(_AT_ONCE))
-    reading: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(_AT_ONCE))
-
-    async def answer(self, ports: Ports, probe_id: str) -> ModelProbed | None:
-        """What a node answered to a probe; None if nothing.
-
-        Raises:
-            RecordUnreadableError: It makes no sense here.
-        """
-        if not await ports.plans.is_answered(probe_id):
-            return None
-        async with self.reading:
-            return await ports.plans.answer(probe_id)
+    hands: Turns = field(default_factory=Turns)
 
 
 class Wanted(NamedTuple):
@@ -148,7 +138,7 @@ async def begin_plan(
         device_type=device_type,
         probe_id=question.probe_id,
         node_id=node.id,
-        cached=not wanted.fresh and await drawing.answer(ports, question.probe_id) is not None,
+        cached=not wanted.fresh and await ports.plans.is_answered(question.probe_id),
         created_ms=now_ms,
         answer_by_ms=now_ms + int(question.timeout_s * 1000) * PROBES_WAITED_FOR,
         measured_by_ms=now_ms + _MEASURED_WITHIN_MS if measure else 0,
@@ -301,19 +291,25 @@ async def look(ports: Ports, plan: Plan, drawing: Drawing) -> Plan:
     """
     if plan.state is not PlanState.PROBING:
         return plan
-    answer = await drawing.answer(ports, plan.probe_id)
-    asked = await ports.nodes.node(plan.node_id)
-    now_ms = await ports.clock.now_ms()
-    verdict = judge(plan, answer, asked, now_ms)
-    if isinstance(verdict, StillProbing):
-        return plan
-    if isinstance(verdict, Plan):
-        _log.info("plan_failed", plan_id=plan.id, reason=verdict.reason)
-        return await ports.plans.conclude(verdict)
-    async with drawing.hands:
+    if not await ports.plans.is_answered(plan.probe_id):
+        verdict = await _judged(ports, plan, None)
+        return (
+            plan if isinstance(verdict, StillProbing | Profiled) else await _failed(ports, verdict)
+        )
+    async with drawing.hands.of(plan.owner):
         known = await ports.plans.load(plan.id)
         if known.state is not PlanState.PROBING:
             return known
+        # It may have megabytes, which take the loop half a second and a hundred of memory: by turns, after which the
+        # loop is others' for as long.
+        began = time.monotonic()
+        answer = await ports.plans.answer(plan.probe_id)
+        verdict = await _judged(ports, plan, answer)
+        await asyncio.sleep(min(time.monotonic() - began, _LONGEST_PAUSE_S))
+        if isinstance(verdict, StillProbing):
+            return plan
+        if isinstance(verdict, Plan):
+            return await _failed(ports, verdict)
         usages = await current_usages(ports)
         paces = await ports.plans.paces(plan.probe_id)
         try:
@@ -328,6 +324,18 @@ async def look(ports: Ports, plan: Plan, drawing: Drawing) -> Plan:
         else:
             concluded = conclude(plan, verdict, outcome)
         return await ports.plans.conclude(concluded)
+
+
+async def _judged(
+    ports: Ports, plan: Plan, answer: ModelProbed | None
+) -> StillProbing | Profiled | Plan:
+    asked = await ports.nodes.node(plan.node_id)
+    return judge(plan, answer, asked, await ports.clock.now_ms())
+
+
+async def _failed(ports: Ports, plan: Plan) -> Plan:
+    _log.info("plan_failed", plan_id=plan.id, reason=plan.reason)
+    return await ports.plans.conclude(plan)
 
 
 def _work_out(answer: ModelProbed | None, study: Study) -> PlanOutcome:
