@@ -37,7 +37,12 @@ from services.controller.domain.job.job import Job
 from services.controller.loops import webhooks
 from services.controller.ports.jobs import Actor
 from services.controller.ports.webhooks import AddressRefusedError, DeliveryError
-from services.controller.use_cases.webhooks import MOST_OF_ONE, Delivery, create_webhook
+from services.controller.use_cases.webhooks import (
+    MOST_OF_ONE,
+    Delivery,
+    create_webhook,
+    remove_webhook,
+)
 from services.local.embedded_redis import EmbeddedRedis
 from tests.controller.conftest import job_body
 from tests.controller.histories import spec
@@ -517,6 +522,28 @@ async def test_slow_receivers_of_some_subjects_leave_turns_to_others() -> None:
     loop.cancel()
     await asyncio.gather(loop, return_exceptions=True)
     assert sender.asked == 8
+
+
+@pytest.mark.anyio
+async def test_one_that_is_removed_while_it_is_sent_stops_no_other() -> None:
+    ticks = itertools.count(1_000)
+    ports = memory_ports(MemoryServer(lambda: next(ticks), epoch=1))
+    sender = _Slow()
+    wanted = WebhookRequest(url=AnyHttpUrl("https://slow.example.org"))
+    removed = await create_webhook(ports, sender, wanted, LOCAL)
+    wanted = WebhookRequest(url=AnyHttpUrl("https://example.org"))
+    await create_webhook(ports, sender, wanted, LOCAL)
+    loop = asyncio.create_task(webhooks.deliver_webhooks(ports, 1, sender))
+    async with asyncio.timeout(60):
+        for number in range(1, 5):
+            await ports.jobs.create(first_decision(_job(number)), Actor("test"), None)
+            while len(sender.taken) < number or not sender.asked:
+                await asyncio.sleep(0.01)
+                assert not loop.done()
+            if number == 1:
+                await remove_webhook(ports, removed.id, LOCAL)
+    loop.cancel()
+    await asyncio.gather(loop, return_exceptions=True)
 
 
 @pytest.mark.anyio

@@ -77,7 +77,8 @@ class _Rounds:
         for name, task in list(self._tasks.items()):
             if task.done():
                 del self._tasks[name]
-                task.result()
+                if not task.cancelled():  # as one is whose webhook was removed while it was sent
+                    task.result()
             elif name not in webhooks:
                 task.cancel()
         for name, webhook in webhooks.items():
