@@ -17,9 +17,9 @@ from services.contract.messages.commands import CloseRecords, LaunchGang, Recall
 from services.contract.messages.facts import RecordsClosed
 from services.contract.messages.telemetry import LogLine, MetricRecord, StepRecord
 from services.contract.redis import redis_keys as keys
+from services.contract.system.long_work import Turns
 from services.controller.adapters.redis import redis_ports, telemetry
 from services.controller.adapters.redis.record_streams import RecordStreams
-from services.controller.api.concurrency import Turns
 from services.controller.ports.machines import Entry, Log
 from services.controller.use_cases import records, watch
 from tests.controller.agent_double import AgentDouble
