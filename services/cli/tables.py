@@ -35,7 +35,10 @@ from services.contract.api.views import (
 from services.contract.words.states import FailureClass
 
 _MEASURED: Final = {"resident_growth": "of the process's memory", "allocated": "allocated"}
-_TELEMETRY_AWAY: Final = "away: its Redis does not answer; the step is that of the record"
+_TELEMETRY_AWAY: Final = (
+    "away: its Redis does not answer, or the agents write to another one "
+    "(MESHLOOM_TELEMETRY_REDIS_URL); the step is that of the record"
+)
 
 
 def jobs_table(page: JobPage) -> FittedTable[JobView]:

@@ -21,6 +21,7 @@ from services.contract.redis import redis_keys as keys
 from services.contract.words.bounds import FIELDS_OF_A_STEP
 from services.controller.api import conditional
 from services.controller.ports.machines import Telemetry
+from services.controller.use_cases import jobs
 from services.controller.use_cases.present import job_view
 from tests.controller.agent_double import AgentDouble
 from tests.controller.conftest import ControlPlane
@@ -272,6 +273,23 @@ def test_metrics_that_are_called_as_fields_of_a_step_take_no_fields_place(
         assert {name for name, value in rows[1].items() if value == 70.0} == set(whole.names)
     (row,) = plane.get(f"/v1/jobs/{job_id}/metrics?name=user/step")["items"]
     assert row == {"step": 2, "fence": 1, "user/step": 70.0}
+
+
+def test_ranks_that_train_and_of_which_no_sample_comes_have_agents_with_another_redis(
+    plane: ControlPlane, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plane.agent.join()
+    job_id = plane.submit(train={"steps": 100})
+    gang = plane.agent.launches(job_id)
+    plane.agent.trains(gang, [1, 2])
+    plane.in_state(job_id, "RUNNING")
+    assert not plane.job(job_id)["telemetry_away"], "half a minute is not over"
+    monkeypatch.setattr(jobs, "SILENT_MS", 0)
+    assert plane.job(job_id)["telemetry_away"]
+    plane.agent.samples(gang.model_copy(update={"fence": 7}), [1, 1])
+    assert plane.job(job_id)["telemetry_away"], "those are of another attempt"
+    plane.agent.samples(gang, [1, 1])
+    assert not plane.job(job_id)["telemetry_away"]
 
 
 def test_the_units_of_a_job_are_those_that_its_ranks_told_last(plane: ControlPlane) -> None:

@@ -133,7 +133,8 @@ class JobView(_View):
     progress: Progress
     telemetry_away: bool = Field(
         default=False,
-        description="whether the Redis for telemetry does not answer: progress is then what the job's record has",
+        description="whether the Redis for telemetry does not answer, or nothing of ranks that train has come "
+        "there for half a minute, as from agents that write to another one: progress is then what the job's record has",
     )
     evaluation: Evaluation | None = None
     attempt: int = Field(0, description="number of the newest attempt, its fence; 0 before")

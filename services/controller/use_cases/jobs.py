@@ -14,6 +14,7 @@ from services.controller.domain.errors import (
     TelemetryUnavailableError,
 )
 from services.controller.domain.job.events import JobEvent, PurgeAsked
+from services.controller.domain.job.job import Job
 from services.controller.ports.coordination import Ports
 from services.controller.ports.jobs import Actor, Stored
 from services.controller.use_cases import listing
@@ -27,6 +28,8 @@ from services.controller.use_cases.waiting import with_reasons
 
 _RANKS_LISTED: Final = 64
 """To read the samples of a page of jobs of 1 024 ranks takes most of a second, each time anybody looks."""
+SILENT_MS: Final = 30_000
+"""Agents write samples each second; what was away is noticed by its own."""
 _FROM_TELEMETRY: Final = frozenset({"progress", "estimate"})
 
 
@@ -138,17 +141,18 @@ async def _views(
     """``most_ranks``: the samples of larger jobs are not read."""
     tried = [entry.job for entry in stored if entry.job.attempts]
     names = [job.id for job in tried]
-    small = [job.id for job in tried if job.plan is None or job.plan.world_size <= most_ranks]
+    small = [job for job in tried if job.plan is None or job.plan.world_size <= most_ranks]
     is_away = False
     records: Mapping[str, list[StepRecord]] = {}
     samples: Mapping[str, dict[int, RankProgress]] = {}
     metrics: Mapping[str, list[MetricRecord]] = {}
     try:
         records = await ports.telemetry.last_steps(names, STEPS_FOR_ETA)
-        samples = await ports.telemetry.progress(small)
+        samples = await ports.telemetry.progress([job.id for job in small])
         metrics = await ports.telemetry.last_metrics(names, METRICS_FOR_NEWEST)
     except TelemetryUnavailableError:
         is_away = True
+    silent = await _silent(ports, [job for job in small if not _is_seen(job, samples)])
     jobs = await with_reasons(ports, [entry.job for entry in stored])
     return [
         job_view(
@@ -156,7 +160,20 @@ async def _views(
             records.get(job.id, ()),
             samples.get(job.id, {}),
             metrics.get(job.id, ()),
-            telemetry_away=is_away and bool(job.attempts),
+            telemetry_away=job.id in silent or (is_away and bool(job.attempts)),
         )
         for job in jobs
     ]
+
+
+def _is_seen(job: Job, samples: Mapping[str, Mapping[int, RankProgress]]) -> bool:
+    return any(sample.fence == job.fence for sample in samples.get(job.id, {}).values())
+
+
+async def _silent(ports: Ports, unseen: Sequence[Job]) -> Set[str]:
+    """Those of which ranks have trained for long."""
+    living = [job for job in unseen if job.attempt is not None and not job.attempt.is_over]
+    stepped = {job.id: job.attempts[-1].first_step_ms for job in living}
+    known = {name: at_ms for name, at_ms in stepped.items() if at_ms is not None}
+    latest = await ports.clock.now_ms() - SILENT_MS if known else 0
+    return {name for name, at_ms in known.items() if at_ms <= latest}

@@ -1,6 +1,6 @@
 // Written by `npm run types` from tests/controller/openapi.json; not to be edited.
-// document 07cd4aba6e01e541d1c6d42c9ae0a6e8ce19d8e73c99eade27cc9efee65f5808
-// types d9c43dddbff2ca81dc68da763a1b5b83546da6c4b37d6889c134cac7f1e5c8e9
+// document 0078d7813337368a28963b463aa1e7873621cbe90fe949e6c23293fce53bf408
+// types 1ff191f5cabeb975b1dcf856596e50d9948a852b7718199436ad994b7f5111e4
 
 export type paths = Record<string, never>;
 export type webhooks = Record<string, never>;
@@ -1087,7 +1087,7 @@ export interface components {
             state: components["schemas"]["JobState"];
             /**
              * Telemetry Away
-             * @description whether the Redis for telemetry does not answer: progress is then what the job's record has
+             * @description whether the Redis for telemetry does not answer, or nothing of ranks that train has come there for half a minute, as from agents that write to another one: progress is then what the job's record has
              * @default false
              */
             telemetry_away: boolean;

@@ -42,7 +42,7 @@ export default function JobPage({ id }: { id: string }) {
     <div className="page job">
       {gone ? <p className="trouble">This job was deleted. This page shows its last state.</p> : null}
       {job.telemetry_away ? (
-        <p className="trouble">The Redis for telemetry does not answer. The step is that of the job's record, and no curve is shown.</p>
+        <p className="trouble">The Redis for telemetry does not answer, or the agents write to another one. The step is that of the job's record, and no curve is shown.</p>
       ) : null}
       <Head job={job} />
       {job.failure ? <Failure failure={job.failure} exitReason={job.exit_reason} /> : null}
