@@ -21,6 +21,7 @@ from services.controller.domain.scheduling.node import Lease
 from services.controller.ports.coordination import Ports
 from services.controller.ports.jobs import Actor, Stored
 from services.controller.ports.plans import PlanStore
+from services.controller.use_cases.plan_jobs import Planner
 from services.controller.use_cases.plan_list import PlanFilter, list_plans
 from services.controller.use_cases.plans import Drawing, Wanted, begin_plan, make_plan
 from services.controller.use_cases.waiting import current_usages
@@ -278,5 +279,39 @@ def test_a_list_waits_for_no_plan_that_is_being_worked_out_and_another_owner_for
             assert (seen.reads, done) == (0, [])
         assert sorted(done) == ["ada", "ada", "ada", "bob"]
         assert done.index("bob") < 2
+
+    play(course)
+
+
+def test_a_job_waits_for_one_of_the_plans_that_its_owner_asks_for_and_so_do_others_jobs() -> None:
+    async def course(office: Office) -> None:
+        await office.submits()
+        await office.plans()
+        await office.answers()
+        ports, _, spec = a_profiled_model(office)
+        drawing = Drawing(wait_s=0)
+        planner = Planner(ports, 1, drawing)
+        done: list[str] = []
+
+        async def makes() -> None:
+            await make_plan(ports, Wanted(spec), ADA, ANYTHING, drawing)
+            done.append("a plan that was asked for")
+
+        async def looks() -> None:
+            await planner.look()
+            done.append("the plan of a job")
+
+        async with asyncio.TaskGroup() as group:
+            async with drawing.hands.of("cleo"):
+                for _ in range(4):
+                    group.create_task(makes())
+                for _ in range(50):
+                    await asyncio.sleep(0)
+                group.create_task(looks())
+                for _ in range(50):
+                    await asyncio.sleep(0)
+            assert done == []
+        assert len(done) == 5
+        assert done.index("the plan of a job") < 2
 
     play(course)

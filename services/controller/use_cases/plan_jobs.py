@@ -50,6 +50,8 @@ from services.controller.use_cases.waiting import current_usages
 
 _log = structlog.get_logger()
 _ACTOR: Final = Actor("controller")
+# No owner's name: behind all plans that one asks for, a job would hold up the others' jobs, which are looked at after it.
+_OWN_TURNS: Final = ""
 _NOT_OF_THE_MODEL: Final = frozenset({"no_answer", "search_failed"})
 _REST_S: Final = 1.0
 # Whoever submits a job calls; calls can be missed.
@@ -139,7 +141,7 @@ class Planner:
         if plan_id is None:
             return None
         try:
-            plan = await look_at_plan(self._ports, plan_id, self._drawing)
+            plan = await look_at_plan(self._ports, plan_id, self._drawing, _OWN_TURNS)
         except NotFoundError:
             return await self._ask(job, await current_usages(self._ports), Counter())
         except RecordUnreadableError as error:

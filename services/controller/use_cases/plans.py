@@ -163,14 +163,16 @@ async def get_plan(ports: Ports, plan_id: str, drawing: Drawing) -> PlanView:
     return plan_view(await look_at_plan(ports, plan_id, drawing))
 
 
-async def look_at_plan(ports: Ports, plan_id: str, drawing: Drawing) -> Plan:
-    """The plan's record, concluded if that is due.
+async def look_at_plan(
+    ports: Ports, plan_id: str, drawing: Drawing, subject: str | None = None
+) -> Plan:
+    """The plan's record, concluded if that is due. ``subject``: as ``look``.
 
     Raises:
         NotFoundError: There is none, or none any more.
         RecordUnreadableError: Its record, or what was answered to it, makes no sense here.
     """
-    return await look(ports, await ports.plans.load(plan_id), drawing)
+    return await look(ports, await ports.plans.load(plan_id), drawing, subject)
 
 
 class Submittable(NamedTuple):
@@ -282,8 +284,10 @@ async def _patiently(ports: Ports, plan: Plan, drawing: Drawing) -> Plan:
         await asyncio.sleep(_LOOK_EVERY_S)
 
 
-async def look(ports: Ports, plan: Plan, drawing: Drawing) -> Plan:
+async def look(ports: Ports, plan: Plan, drawing: Drawing, subject: str | None = None) -> Plan:
     """The plan after all that is known by now, concluded if that is due.
+
+    ``subject``: among whose turns it is worked out; None: its owner's.
 
     Raises:
         NotFoundError: There is none any more.
@@ -296,7 +300,7 @@ async def look(ports: Ports, plan: Plan, drawing: Drawing) -> Plan:
         return (
             plan if isinstance(verdict, StillProbing | Profiled) else await _failed(ports, verdict)
         )
-    async with drawing.hands.of(plan.owner):
+    async with drawing.hands.of(plan.owner if subject is None else subject):
         known = await ports.plans.load(plan.id)
         if known.state is not PlanState.PROBING:
             return known
