@@ -1,6 +1,7 @@
 """What nodes are asked of models for plans, and what becomes of their answers, on virtual time."""
 
 import asyncio
+import threading
 from dataclasses import replace
 from typing import Any
 
@@ -21,6 +22,7 @@ from services.controller.domain.scheduling.node import Lease
 from services.controller.ports.coordination import Ports
 from services.controller.ports.jobs import Actor, Stored
 from services.controller.ports.plans import PlanStore
+from services.controller.use_cases import plan_list, plans
 from services.controller.use_cases.plan_jobs import Planner
 from services.controller.use_cases.plan_list import PlanFilter, list_plans
 from services.controller.use_cases.plans import Drawing, Wanted, begin_plan, make_plan
@@ -314,4 +316,36 @@ def test_a_job_waits_for_one_of_the_plans_that_its_owner_asks_for_and_so_do_othe
         assert len(done) == 5
         assert done.index("the plan of a job") < 2
 
+    play(course)
+
+
+def test_a_list_does_not_wait_for_a_plan_that_takes_long_and_that_plan_is_made_all_the_same(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Lists run one at a time: each viewer would wait for a search of each one before."""
+    may_end, work_out = threading.Event(), plans._work_out
+
+    def works_out(*args: Any) -> Any:  # noqa: ANN401 passes through whatever it is
+        assert may_end.wait(30)
+        return work_out(*args)
+
+    async def course(office: Office) -> None:
+        await office.submits()
+        await office.plans()
+        await office.answers()
+        drawing = Drawing(wait_s=0)
+
+        async def states() -> list[PlanState]:
+            page = await list_plans(office.ports, PlanFilter(), None, 10, drawing)
+            return [plan.state for plan in page.items]
+
+        for _ in range(2):
+            assert await states() == [PlanState.PROBING]
+            assert drawing.hands.is_taken
+        may_end.set()
+        await asyncio.gather(*drawing.left_behind)
+        assert await states() == [PlanState.READY]
+
+    monkeypatch.setattr(plans, "_work_out", works_out)
+    monkeypatch.setattr(plan_list, "_WORKS_FOR_S", 0.5)
     play(course)

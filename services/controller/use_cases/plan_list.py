@@ -1,6 +1,7 @@
 """Which plans a list shows, the newest first."""
 
 import asyncio
+import functools
 from dataclasses import dataclass
 from typing import Final
 
@@ -42,8 +43,8 @@ async def list_plans(
     """At most ``limit`` plans behind ``cursor``, and the cursor behind them if there are more.
 
     One that is PROBING by its record may be over by now: it is looked at first, so that the list
-    says what each plan itself would say. But a list neither waits for plans that others work out nor begins another after
-    some seconds: the rest are shown as they were.
+    says what each plan itself would say. But a list neither waits for plans that others work out nor, after some seconds,
+    for the one that it began, which goes on: the rest are shown as they were.
 
     Raises:
         InvalidRequestError: The cursor is none of ours.
@@ -57,8 +58,8 @@ async def list_plans(
         chunk = await ports.plans.page(place, _CHUNK)
         # Others have their turn between two: specs of 64 KiB are shown and judged, too.
         async for record in in_turns(filter(wanted.is_of, chunk)):
-            is_due = clock() < ends and not drawing.hands.is_taken
-            plan = await _present(ports, record, drawing) if is_due else record
+            left_s = 0.0 if drawing.hands.is_taken else ends - clock()
+            plan = await _present(ports, record, drawing, left_s)
             if plan is None or not wanted.matches(plan):
                 continue
             if len(found) == limit and last is not None:
@@ -70,9 +71,23 @@ async def list_plans(
         place = Place(chunk[-1].created_ms, chunk[-1].id)
 
 
-async def _present(ports: Ports, plan: Plan, drawing: Drawing) -> Plan | None:
-    if plan.state is not PlanState.PROBING:
+async def _present(ports: Ports, plan: Plan, drawing: Drawing, wait_s: float) -> Plan | None:
+    if plan.state is not PlanState.PROBING or wait_s <= 0:
         return plan
+    looking = asyncio.create_task(_looked_at(ports, plan, drawing))
+    drawing.left_behind.add(looking)
+    looking.add_done_callback(functools.partial(_over, drawing))
+    done, _ = await asyncio.wait({looking}, timeout=wait_s)
+    return looking.result() if done else plan
+
+
+def _over(drawing: Drawing, looking: asyncio.Task[Plan | None]) -> None:
+    drawing.left_behind.discard(looking)
+    if not looking.cancelled():
+        looking.exception()  # marks it as seen: the list may wait no longer
+
+
+async def _looked_at(ports: Ports, plan: Plan, drawing: Drawing) -> Plan | None:
     try:
         return await look(ports, plan, drawing)
     except NotFoundError:  # it was forgotten meanwhile

@@ -80,12 +80,13 @@ class Drawing:
 
     ``wait_s``: for how long a request waits for a probe. ``probe_timeout_s``: how long a probe may
     take. ``hands``: plans are worked out one at a time, those of one owner after another's, beside the event
-    loop.
+    loop. ``left_behind``: what lists have begun and do not wait for any longer.
     """
 
     wait_s: float = 5.0
     probe_timeout_s: float = 120.0
     hands: Turns = field(default_factory=Turns)
+    left_behind: set[asyncio.Task[Plan | None]] = field(default_factory=set)
 
 
 class Wanted(NamedTuple):
