@@ -62,6 +62,8 @@ def test_what_the_node_keeps_below_a_root_is_no_jobs_to_read(
     )
     with pytest.raises(PathOutsideRootsError):
         inside(home / "other", named)
+    # Relative to the other root, too.
+    assert inside("home/mine/export", named) == home / "mine" / "export"
 
 
 def test_a_job_reads_in_its_own_uploaded_code_first(roots: tuple[Path, ...]) -> None:

@@ -47,7 +47,7 @@ def inside(path: str | Path, roots: Sequence[Path]) -> Path:
         real
         for root in real_roots
         if (real := (root / path).resolve()).is_relative_to(root)
-        and not any(real.is_relative_to(p) and not root.is_relative_to(p) for p in private)
+        and not any(_is_private(real, each, real_roots) for each in private)
     ]
     if not found:
         shown = ", ".join(map(str, roots)) or "none is set"
@@ -56,3 +56,9 @@ def inside(path: str | Path, roots: Sequence[Path]) -> Path:
             "home or storage; the operator of the node sets them as MESHLOOM_DATA_ROOTS"
         )
     return next((real for real in found if real.exists()), found[0])
+
+
+def _is_private(real: Path, private: Path, real_roots: Sequence[Path]) -> bool:
+    """Whether it lies in ``private``, and below no root that lies there itself: whichever root it was found by."""
+    named = (root for root in real_roots if root.is_relative_to(private))
+    return real.is_relative_to(private) and not any(map(real.is_relative_to, named))
