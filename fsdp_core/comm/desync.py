@@ -69,8 +69,8 @@ class _Log:
     generation: int
     count: int = 0
     last: dict[int, str] = field(default_factory=dict)
-    context: deque[str] = field(default_factory=lambda: deque(maxlen=_CONTEXT))
-    predictions: dict[tuple[str, ...], str] = field(default_factory=dict)
+    context: deque[int] = field(default_factory=lambda: deque(maxlen=_CONTEXT))
+    predictions: dict[tuple[int, ...], int] = field(default_factory=dict)
     surprises: int = 0
     told: set[int] = field(default_factory=set)
     waiter: Waiter = field(default_factory=Waiter)
@@ -87,10 +87,11 @@ class _Log:
         self.last.pop(self.count - _REMEMBERED, None)
         if len(self.predictions) > _MOST_PREDICTIONS:
             self.predictions.clear()  # on all ranks at once, for they know the same
-        context = tuple(self.context)
-        predicted = self.predictions.get(context) == what
-        self.predictions[context] = what
-        self.context.append(what)
+        # Of the words their hash: thousands of them may each name all parameters of a unit.
+        known, context = hash(what), tuple(self.context)
+        predicted = self.predictions.get(context) == known
+        self.predictions[context] = known
+        self.context.append(known)
         self.surprises += not predicted
         return predicted
 

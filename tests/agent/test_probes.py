@@ -303,7 +303,6 @@ def test_whatever_makes_a_profile_unfit_is_told(changes: str, modules: int, word
         _read(forged(changes, modules), Mask({}))
 
 
-@pytest.mark.timeout(30)
 @pytest.mark.parametrize(
     "answer",
     [
@@ -321,6 +320,7 @@ def test_of_an_answer_that_is_too_large_nothing_is_made(
         _read(answer, Mask({}))
 
 
+@pytest.mark.timeout(30)
 def test_a_file_that_takes_long_to_cut_or_to_close_holds_up_no_gang(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -323,7 +323,8 @@ class Bucket:
         go_on: Callable[[], None],
         sha256: str | None,
     ) -> None:
-        # Out of the others' sight: a rank may vote twice for a shard, and each vote has it uploaded.
+        # Out of the others' sight: a file may be uploaded twice at once, as of a rank that voted before its agent was
+        # restarted and votes again.
         upload = self._uploads.pop(name, None)
         try:
             if upload is None or (upload.size, upload.changed_ns) != (

@@ -100,7 +100,7 @@ class AgentSettings(RedisSettings):
     )
     data_roots: Annotated[tuple[Path, ...], NoDecode] = Field(
         default=(),
-        description="Folders, separated by `:`, from which built-in data sources read; unset: the user path.",
+        description="Folders, separated by `:`, from which built-in data sources read; unset: the user path, but for the home and the storage in it.",
     )
     rank_env: Annotated[frozenset[str], NoDecode] = Field(
         default=frozenset(),

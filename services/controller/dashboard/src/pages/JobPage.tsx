@@ -165,7 +165,7 @@ function PeakMemory({ estimate }: { estimate: EstimateView }) {
   const what = estimate.measured_as === "resident_growth" ? "what the process took more in a step than before it built the model" : "memory that was allocated";
   const ratio = estimate.ratio === null ? "" : `: ${estimate.ratio} times as much as estimated`;
   const fragments = estimate.measured_fragments_bytes;
-  const compared = ratio + (fragments === null ? "" : `; the allocator held ${bytes(fragments)} more, as fragments`);
+  const compared = ratio + (fragments == null ? "" : `; the allocator held ${bytes(fragments)} more, as fragments`);
   const seen = estimate.measured_peak_bytes === null ? "nothing measured yet" : `measured is ${what}${compared}`;
   return (
     <Stat label="Peak memory" hint={`The plan estimates it in ${estimate.where}; ${seen}`}>
