@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import cast
 
 import pytest
@@ -32,6 +33,8 @@ from services.contract.messages.rank_pipe import RankVote
 from services.contract.redis import redis_keys
 from services.contract.storage.manifests import ShardFile
 from services.contract.system.durable import open_plain
+from services.contract.system.mask import Mask
+from services.contract.system.pipe_end import PipeEnd
 from services.contract.words.bounds import MOST_MS
 from services.contract.words.ids import checkpoint_id, new_job_id
 from services.worker.agent.gangs import runtime
@@ -40,7 +43,9 @@ from services.worker.agent.gangs.runtime import GangRuntime
 from services.worker.agent.host.folders import AttemptFolder, NodeFolder
 from services.worker.agent.host.processes import is_dying, kill_tracers
 from services.worker.agent.node_commands import NodeCommands
+from services.worker.agent.ranks import rank_link
 from services.worker.agent.ranks.launch import Crew
+from services.worker.agent.ranks.rank_link import RankLink
 from services.worker.agent.storage.job_storage import Storage
 from services.worker.agent.storage.shared_files import FolderFiles
 from services.worker.agent.supervisor import Supervisor
@@ -251,6 +256,49 @@ def gang_of(
     seats = {0: watched(root)._seats[0]}
     crew = Crew(seats=seats, store=None, pids={0: pid}, pipes={}, boards={})
     return GangRuntime(crew, NODE, attempt, FolderFiles(root), tell)
+
+
+def test_the_last_words_of_many_ranks_that_end_at_once_are_not_heard_without_a_break(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A megabyte of each may take half a second: of two dozen the node's lease ran out meanwhile."""
+    now = [0.0]
+
+    class Slow(Mask):
+        def message(self, line: bytes) -> bytes:
+            now[0] += 0.4
+            return line
+
+    monkeypatch.setattr(rank_link, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    for name in ("_rests_until", "_heard_s", "_heard_at"):
+        monkeypatch.setattr(RankLink, name, 0.0)
+    attempt = NodeFolder(tmp_path, NODE, shared_memory=tmp_path).attempt(JOB, 1)
+    attempt.path.mkdir(parents=True)
+
+    async def run(pids: dict[int, int]) -> None:
+        seats, pipes = watched(tmp_path)._seats, {rank: PipeEnd.pair() for rank in pids}
+        ours = {rank: ends[0] for rank, ends in pipes.items()}
+        crew = Crew(seats=seats, store=None, pids=pids, pipes=ours, boards={})
+        gang = GangRuntime(crew, NODE, attempt, FolderFiles(tmp_path), lambda _: None)
+        gang._telemetry.mask = Slow({})
+        gang.connect()
+        for _, theirs in pipes.values():
+            os.write(theirs.writing, b'{"kind":"rank_finished","step":3,"drained":false}\n')
+            theirs.close()
+        for pid in pids.values():
+            gang.reaped(pid, 0, None)
+            assert not gang.has(pid)
+        assert gang.living is not None
+        assert gang.living.ranks == (1,)
+        gang.tick()
+        assert not gang.ended
+        now[0] += 0.5
+        gang.tick()
+        assert gang.ended
+        assert [told.error for told in gang.end().exits] == [None, None]
+
+    with subprocess.Popen(["true"]) as one, subprocess.Popen(["true"]) as other:
+        asyncio.run(run({0: one.pid, 1: other.pid}))
 
 
 def test_votes_that_are_refused_make_the_agents_log_no_longer(tmp_path: Path) -> None:

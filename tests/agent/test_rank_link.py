@@ -276,7 +276,8 @@ class Clock:
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     clock = Clock()
     monkeypatch.setattr(rank_link, "time", clock)
-    monkeypatch.setattr(RankLink, "_rests_until", 0.0)
+    for name in ("_rests_until", "_heard_s", "_heard_at"):
+        monkeypatch.setattr(RankLink, name, 0.0)
     return clock
 
 
@@ -336,6 +337,35 @@ def test_after_a_line_that_took_long_no_rank_is_heard_for_as_long(
             assert len(other.messages) == messages
 
     beside_a_slow_one(clock, 0.4, course)
+
+
+def test_many_lines_that_take_a_hundredth_of_a_second_each_are_as_one_that_takes_long(
+    clock: Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of 64 ranks that write them the loop heard in each of its rounds as long as a beat may take."""
+    monkeypatch.setattr(rank_link, "LONG_S", 0.05)
+
+    def course(slow: Heard, other: Heard) -> None:
+        other.write(FINISHED)
+        for _ in range(100):
+            slow.write(FINISHED)
+            slow.link.hear()
+        assert len(slow.messages) == 5
+        other.link.hear()
+        assert other.messages == []
+        clock.now += 0.1
+        other.link.look()
+        other.link.hear()
+        assert len(other.messages) == 1
+        for _ in range(1_000):
+            clock.now += 0.1
+            slow.link.look()
+            slow.write(FINISHED)
+            for _ in range(10):
+                slow.link.hear()
+        assert 0.05 < len(slow.messages) * 0.012 / clock.now < 0.12
+
+    beside_a_slow_one(clock, 0.012, course)
 
 
 def test_ranks_whose_lines_take_long_do_not_keep_others_from_being_heard(

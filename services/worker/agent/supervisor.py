@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import itertools
 import time
 from collections import defaultdict
 from collections.abc import Callable, Collection, Coroutine, Iterator, Sequence
@@ -183,8 +184,11 @@ class Supervisor:
         Args:
             is_full: Whether so many facts wait for Redis that ranks must wait, too.
         """
-        while True:
-            for key, gang in self._gangs.items():
+        for first in itertools.count():
+            # Each in its turn is the first: where ranks say more than is heard, the first ones are heard.
+            gangs = [*self._gangs.items()]
+            start = first % max(len(gangs), 1)
+            for key, gang in (*gangs[start:], *gangs[:start]):
                 gang.tick(pauses=is_full())
                 if key not in self._silent | self._swept.keys() and gang.silent():
                     # Beside the others: it looks at all processes of the machine.

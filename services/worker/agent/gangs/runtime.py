@@ -144,12 +144,15 @@ class GangRuntime:
         self._first_exit_at: float | None = None
         self._looked_for_dead_at = time.monotonic()
         self._unreaped: Counter[int] = Counter()
+        self._reaped: dict[int, tuple[int | None, int | None]] = {}
         self._marks: dict[int, Mark] = {}
         self._cut_links = CutLinks()
 
     def has(self, pid: int) -> bool:
         """Whether a rank that is not reaped yet has this process id."""
-        return any(rank.pid == pid and not rank.ended for rank in self._state.ranks.values())
+        return pid not in self._reaped and any(
+            rank.pid == pid and not rank.ended for rank in self._state.ranks.values()
+        )
 
     @property
     def living(self) -> RunningGang | None:
@@ -206,12 +209,20 @@ class GangRuntime:
         """One of the processes is dead."""
         if self._first_exit_at is None:
             self._first_exit_at = time.monotonic()
-        for rank in self._state.ranks.values():
-            if rank.pid == pid and not rank.ended:
-                # What it said before it died counts before its death.
-                self._links[rank.rank].hear_rest()
-                by_itself = rank.rank in self._died_alone and not self._forker_gone
-                self.happen(Exited(rank.rank, exit_code, ended_by, by_itself=by_itself))
+        self._reaped[pid] = (exit_code, ended_by)
+        self._see_out()
+
+    def _see_out(self) -> None:
+        """Take in the ends of ranks, in their order; those that come after last words that took the loop long at a later tick."""
+        while self._reaped and not RankLink.rests():
+            pid = next(iter(self._reaped))
+            exit_code, ended_by = self._reaped.pop(pid)
+            for rank in self._state.ranks.values():
+                if rank.pid == pid and not rank.ended:
+                    # What it said before it died counts before its death.
+                    self._links[rank.rank].hear_rest()
+                    by_itself = rank.rank in self._died_alone and not self._forker_gone
+                    self.happen(Exited(rank.rank, exit_code, ended_by, by_itself=by_itself))
 
     def forker_gone(self, reason: str) -> None:
         """The warm process died: the kernel kills the ranks, and nobody reaps them for us."""
@@ -252,6 +263,7 @@ class GangRuntime:
             pauses: Whether to read no pipes for now. Ranks that wait for that do not hang.
         """
         with self._surviving():
+            self._see_out()
             self._telemetry.speak_for(self._state.members, self._state.replica_size)
             self._watch()
             for link in self._links.values():
@@ -261,7 +273,7 @@ class GangRuntime:
                     self._misbehaved(rank, what)
             if self._forker_gone:
                 for one in self._state.ranks.values():
-                    if not one.ended and is_dying(one.pid):
+                    if self.has(one.pid) and is_dying(one.pid):
                         self.reaped(one.pid, None, _SIGKILL)
             self._free_the_dead()
             if not pauses:
@@ -417,7 +429,7 @@ class GangRuntime:
             self.happen(Stepped(rank, step))
 
     async def _look_into(self, wanted: LookInto) -> None:
-        living = {r.rank: r.pid for r in self._state.ranks.values() if not r.ended}
+        living = {r.rank: r.pid for r in self._state.ranks.values() if self.has(r.pid)}
         # First: the signal by which stacks are collected ends the opening of a connection, and another one begins.
         silent = await asyncio.to_thread(lambda: list(map(unanswered, living.values())))
         stacks = await collect(self._folder.path, living, self._telemetry.mask)
@@ -456,7 +468,7 @@ class GangRuntime:
         if self._freeing or now < self._looked_for_dead_at + _REAPED_WITHIN_S:
             return
         self._looked_for_dead_at = now
-        ranks = [rank for rank in self._state.ranks.values() if not rank.ended]
+        ranks = [rank for rank in self._state.ranks.values() if self.has(rank.pid)]
         unreaped = {rank.pid for rank in ranks if rank.killed or is_dying(rank.pid)}
         if held := unreaped & self._unreaped.keys():
             _run(self._free(held), self._freeing)
@@ -478,6 +490,9 @@ class GangRuntime:
 
     def _kill(self, rank: int) -> None:
         pid = self._state.ranks[rank].pid
+        if pid in self._reaped:  # its number may be another's by now
+            self._died_alone.add(rank)
+            return
         if is_dying(pid):
             self._died_alone.add(rank)
         kill_group(pid)

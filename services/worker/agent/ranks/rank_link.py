@@ -28,7 +28,8 @@ _READ_BYTES: Final = 16_384
 _BYTES_A_LINE: Final = 16_384
 READ_BYTES_PER_S: Final = 1 << 20
 _MOST_ALLOWED: Final = 8 * READ_BYTES_PER_S
-# To take the secrets out of a line of a megabyte may take half a second, and a user may have many ranks.
+# To take the secrets out of a line of a megabyte may take half a second, out of a short one a hundredth, and a user
+# may have many ranks.
 LONG_S: Final = 0.05
 # More is a host that stood still. A second counts as 16 MiB that were read: else the first of many such ranks would be
 # the first after each rest, and others never be heard.
@@ -50,7 +51,10 @@ class RankLink:
     """
 
     _rests_until: ClassVar[float] = 0.0
-    """Until then none is heard: what one rank said took long, and the loop has more to do, such as the node's lease."""
+    """Until then none is heard: what ranks said took long, and the loop has more to do, such as the node's lease."""
+    _heard_s: ClassVar[float] = 0.0
+    """For so long ranks were heard, less the time that the loop has had for all else since."""
+    _heard_at: ClassVar[float] = 0.0
 
     def __init__(
         self,
@@ -81,12 +85,11 @@ class RankLink:
             return
         began = now = time.monotonic()
         if not self._must_wait(began):
+            before = self._allowance
             self._take(self._receive(_READ_BYTES))
             now = time.monotonic()
-            took_s = min(now - began, _MOST_CHARGED_S)
-            if took_s > LONG_S:
-                RankLink._rests_until = now + took_s
-                self._allowance -= took_s * _CHARGED_BYTES_PER_S
+            took_s = RankLink._note(began, now)
+            self._allowance = min(self._allowance, before - took_s * _CHARGED_BYTES_PER_S)
         if self._must_wait(now) and not self.closed:
             self._is_waiting = True
             asyncio.get_running_loop().remove_reader(self._end.reading)
@@ -98,10 +101,30 @@ class RankLink:
         agent minutes, no more than a pipe holds as it was made: ``hear`` goes on with the rest.
         """
         rest = 0 if self.closed else min(_waiting_bytes(self._end.reading), _PIPE_BYTES)
+        began = time.monotonic()
         while rest > 0 and not self.closed:
             received = self._receive(min(rest, _READ_BYTES))
             rest -= max(len(received), 1)
             self._take(received)
+        RankLink._note(began, time.monotonic())
+
+    @classmethod
+    def rests(cls) -> bool:
+        """Whether the loop has more to do now than to hear what ranks say, or said last."""
+        return time.monotonic() < cls._rests_until
+
+    @classmethod
+    def _note(cls, began: float, now: float) -> float:
+        """Ranks were heard in this time; answers the seconds that count.
+
+        Many lines that each take a hundredth of a second are one that takes long.
+        """
+        took_s = min(now - began, _MOST_CHARGED_S)
+        cls._heard_s = max(cls._heard_s - max(began - cls._heard_at, 0.0), 0.0) + took_s
+        cls._heard_at = now
+        if cls._heard_s > LONG_S:
+            cls._rests_until = now + cls._heard_s
+        return took_s
 
     def look(self, *, pauses: bool = False) -> None:
         """Go on with a pipe that had to wait, unless it ``pauses``; to be called ten times a second."""
