@@ -25,6 +25,7 @@ from services.contract.messages.facts import (
 from services.contract.messages.findings import Findings
 from services.contract.messages.probing import ModelProbed, NodeMeasured
 from services.contract.messages.telemetry import RankStacks
+from services.contract.system.long_work import uncollected
 from services.contract.words.ids import job_of_checkpoint
 from services.contract.words.states import NodeState
 from services.controller.domain.decisions.dispatch import was_told_to_load
@@ -110,7 +111,8 @@ def _parse(entry: FactEntry, now_ms: int) -> ReceivedFact | None:
         _log.error("unreadable_fact", fact_id=entry.id, body=entry.body[:500], error=error)
         return None
     try:
-        fact = FACT.validate_json(entry.body)
+        with uncollected():
+            fact = FACT.validate_json(entry.body)
     except ValidationError as error:
         # It will not become readable by waiting: said once, and passed over.
         _log.error("unreadable_fact", fact_id=entry.id, body=entry.body[:500], error=_said(error))

@@ -1,10 +1,13 @@
 """Plans, questions to nodes and their answers, in Redis and in memory."""
 
 import asyncio
+import gc
 
 import pytest
+from pydantic_core import SchemaValidator
 from redis import Redis
 
+from services.contract.messages import probing
 from services.contract.messages.probing import ModelProbed, ProbeFailure
 from services.contract.redis import redis_keys as keys
 from services.contract.system import long_work
@@ -16,6 +19,8 @@ from services.controller.domain.plans.pace import PACES_KEPT, Pace
 from services.controller.domain.plans.plan import Plan, fail
 from services.controller.domain.scheduling.node import Measurement
 from services.controller.ports.jobs import Place
+from services.controller.ports.machines import FactEntry
+from services.controller.use_cases.facts import apply_facts
 from services.controller.use_cases.plan_list import PlanFilter, list_plans
 from services.controller.use_cases.plans import Drawing
 from tests.controller.histories import NODE
@@ -126,6 +131,27 @@ async def test_a_node_is_asked_to_measure_once_until_it_has_told(world: World) -
     await world.ports.nodes.keep_measured(NODE, "cpu", Measurement(failure="busy", at_ms=1), epoch)
     await world.ports.plans.keep(plan(2), ASK, MEASURE)
     assert world.outside.inbox(NODE).count(MEASURE.command) == 2
+
+
+async def test_while_an_answer_becomes_objects_no_garbage_is_looked_for(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of as many lists as are taken it would keep the loop, and with it the lead, for four times as long."""
+    answer, seen, validator = answer_to(QUESTION), list[bool](), probing._profile_validator
+
+    def noted() -> SchemaValidator:
+        seen.append(gc.isenabled())
+        return validator()
+
+    epoch = await world.ports.leadership.take("a")
+    assert epoch is not None
+    await world.ports.plans.keep(plan(), ASK, None)
+    monkeypatch.setattr(probing, "_profile_validator", noted)
+    told = FactEntry("1-0", answer.model_dump_json(), answer.node_id)
+    await apply_facts(world.ports, [told], epoch)
+    assert await world.ports.plans.answer(QUESTION.probe_id) == answer
+    assert set(seen) == {False}
+    assert gc.isenabled()
 
 
 async def test_an_answer_is_kept_for_all_who_ask_the_same_until_one_asks_again(

@@ -13,7 +13,7 @@ from services.contract.messages.commands import COMMAND
 from services.contract.messages.probing import MeasureNode, ModelProbed
 from services.contract.redis import redis_keys as keys
 from services.contract.system.cancellation import end_if_told
-from services.contract.system.long_work import in_turns
+from services.contract.system.long_work import in_turns, uncollected
 from services.contract.words.states import PlanState
 from services.controller.adapters.redis.connection import (
     RedisClients,
@@ -260,7 +260,8 @@ class RedisPlans:
         if text is None and not is_mistyped(rows[0]):
             return None
         try:
-            return ModelProbed.model_validate_json(text or "")
+            with uncollected():
+                return ModelProbed.model_validate_json(text or "")
         except ValidationError as error:
             raise RecordUnreadableError(
                 f"the answer to {probe_id} cannot be read by this version of the controller; "

@@ -5,7 +5,6 @@ uploaded has no digest. Whoever asks keeps the answers.
 """
 
 import asyncio
-import gc
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -19,6 +18,7 @@ from services.contract.messages.probe_ids import UnfitProfileError, refuse_unfit
 from services.contract.messages.probe_programs import ProbeSeat
 from services.contract.messages.probing import ModelProbed, ProbeFailure, ProbeModel
 from services.contract.redis.redis_keys import LONGEST_FACT
+from services.contract.system.long_work import uncollected
 from services.contract.system.mask import Mask
 from services.worker.agent.probes.programs import (
     ProgramCall,
@@ -135,13 +135,10 @@ def _read(answer: bytes, mask: Mask) -> ModelProbed:
             f"the profile has {parts} lists and records, more than the {_MOST_PARTS} that are taken: the model has "
             "too many modules"
         )
-    gc.disable()  # to look for garbage among them takes three times as long as all the rest
-    try:
+    with uncollected():
         found = ModelProbed.model_validate_json(text)
         if found.profile is not None:
             refuse_unfit(found)
-    finally:
-        gc.enable()
     _refuse_large(len(found.model_dump_json().encode()))
     return found
 
