@@ -2,7 +2,13 @@
 
 from services.contract.messages.telemetry import LogLine, MetricRecord, StepRecord
 from services.worker.agent.telemetry.gang_telemetry import STEPS_PER_BEAT, Records
-from services.worker.agent.telemetry.held_records import LINES_HELD, STEPS_HELD, HeldRecords
+from services.worker.agent.telemetry.held_records import (
+    LINES_HELD,
+    LINES_OF_ALL,
+    STEPS_HELD,
+    STEPS_OF_ALL,
+    HeldRecords,
+)
 
 ENDED, RUNNING = ("ended", 1), ("running", 2)
 
@@ -57,3 +63,21 @@ def test_of_all_gangs_together_the_oldest_is_let_go() -> None:
         lines += sum(len(told.logs) for told in beat)
         beat = held.next_beat()
     assert lines == LINES_HELD
+
+
+def test_of_gangs_that_tell_much_a_beat_takes_a_share_and_of_one_that_tells_little_all() -> None:
+    """Of 64 gangs that tell as much as they can, a beat took the loop and Redis longer than the lease lasts."""
+    held = HeldRecords()
+    loud = [(f"loud {number}", 1) for number in range(64)]
+    held.add([records(gang, 1, 1_000, lines=100) for gang in loud])
+    held.add([records(RUNNING, 1, 3, lines=2)])
+    beat = held.next_beat()
+    assert steps_of(beat, RUNNING) == [1, 2, 3]
+    assert {len(steps_of(beat, gang)) for gang in loud} == {156, 157}
+    assert sum(len(told.logs) for told in beat) <= LINES_OF_ALL
+    total = 0
+    while beat:
+        total += sum(len(told.steps) for told in beat)
+        beat = held.next_beat()
+        assert sum(len(told.steps) for told in beat) <= STEPS_OF_ALL
+    assert total == 64 * 1_000 + 3

@@ -67,6 +67,7 @@ _SNAPSHOT: Final = struct.Struct("<Qqqqqqqqddd" + "qq" * MAX_GROUPS)
 _STEP: Final = struct.Struct("<qddddddqq")
 _CHECKSUM: Final = struct.Struct("<Q")
 _RING_SLOT: Final = struct.Struct("<q64xQ")
+_WAITED: Final = 6
 _ARRIVAL: Final = struct.Struct("<qqq")
 _CLOCK: Final = struct.Struct("<q")
 _PHASES: Final = frozenset(map(int, RankPhase))
@@ -315,12 +316,13 @@ class BoardReader:
         if ring == _NO_STEPS:
             return []
         found = []
+        all_steps = self._all_steps()
         # Ten times a second: of the 256 checksums only those of new steps are worked out.
         for place, (number, _) in enumerate(_RING_SLOT.iter_unpack(ring)):
             if number > step:
                 record = _whole(ring[place * size : (place + 1) * size])
                 if record is not None:
-                    found.append(_board_step(_STEP.unpack(record), self._all_steps()))
+                    found.append(_board_step(_STEP.unpack(record), all_steps))
         return sorted(found, key=lambda entry: entry.step)
 
     def step(self, number: int) -> BoardStep | None:
@@ -427,9 +429,10 @@ def _board_step(fields: Sequence[Any], all_steps: int) -> BoardStep:
     Raises:
         BoardError: There can be no such step.
     """
-    entry = replace(BoardStep(*fields), of=all_steps)
-    if not entry.data_wait_s:
-        entry = replace(entry, data_wait_s=math.nan)
+    # Not replaced afterwards: of a flood there are 256 at a look.
+    said = [*fields, all_steps]
+    said[_WAITED] = said[_WAITED] or math.nan
+    entry = BoardStep(*said)
     _check_step(entry.step)
     _check_seconds(entry.step_time_s)
     _check_seconds(entry.data_wait_s)

@@ -1,6 +1,6 @@
 """Records that no server has taken yet: they wait here for later beats, bounded in all."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Final
 
@@ -15,6 +15,10 @@ from services.worker.agent.telemetry.gang_telemetry import (
 STEPS_HELD: Final = 100_000
 LINES_HELD: Final = 10_000
 METRICS_HELD: Final = 10_000
+STEPS_OF_ALL: Final = 10_000
+"""So many go with one beat, of all gangs: ten thousands take the loop, and Redis, a second to write."""
+LINES_OF_ALL: Final = 4_000
+METRICS_OF_ALL: Final = 2_000
 
 
 class HeldRecords:
@@ -50,8 +54,14 @@ class HeldRecords:
     def next_beat(self) -> list[Records]:
         """Hand out the oldest of each gang, as much as one beat takes."""
         beat = []
-        for key, held in list(self._by_gang.items()):
-            now, later = _split(held, STEPS_PER_BEAT, LINES_PER_BEAT, METRICS_PER_BEAT)
+        gangs = dict(self._by_gang)
+        steps = _shares({k: len(h.steps) for k, h in gangs.items()}, STEPS_PER_BEAT, STEPS_OF_ALL)
+        lines = _shares({k: len(h.logs) for k, h in gangs.items()}, LINES_PER_BEAT, LINES_OF_ALL)
+        metrics = _shares(
+            {k: len(h.metrics) for k, h in gangs.items()}, METRICS_PER_BEAT, METRICS_OF_ALL
+        )
+        for key, held in gangs.items():
+            now, later = _split(held, steps[key], lines[key], metrics[key])
             beat.append(now)
             if later.steps or later.logs or later.metrics:
                 self._by_gang[key] = later
@@ -67,6 +77,15 @@ class HeldRecords:
             if any(over):
                 _, self._by_gang[key] = _split(held, *over)
             left = [max(0, most - len(part)) for part, most in zip(parts, left, strict=True)]
+
+
+def _shares(waiting: Mapping[GangKey, int], most: int, of_all: int) -> dict[GangKey, int]:
+    """How many of each gang go now: who has few waiting waits for nobody, the others share what is left."""
+    found: dict[GangKey, int] = {}
+    for place, (key, count) in enumerate(sorted(waiting.items(), key=lambda item: item[1])):
+        found[key] = min(count, most, of_all // (len(waiting) - place))
+        of_all -= found[key]
+    return found
 
 
 def _joined(old: Records, new: Records) -> Records:
