@@ -159,10 +159,11 @@ class CommContext:
         """`root` communicates here from now on."""
         self._roots.add(root)
 
-    def recover_failed(self) -> None:
-        """Drops what backwards that raised left in flight, before another root would land it."""
-        for root in list(self._roots):
-            root.recover_if_failed()
+    def recover_failed(self, besides: Recoverable) -> None:
+        """Drops what backwards that raised left in flight, before another root, `besides`, lands it."""
+        if len(self._roots) > 1:
+            for root in [each for each in self._roots if each is not besides]:
+                root.recover_if_failed()
 
     # -- Collectives that end
 

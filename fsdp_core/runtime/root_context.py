@@ -272,11 +272,20 @@ class RootContext:
                 "reduce: gradients would be lost. Switch it off (torch._dynamo.config.compiled_autograd)."
             )
         if self._end is None:
-            self.shared.recover_failed()
+            self._land_others()
             self.reduces.resize(max(unit.options.max_reduces for unit in self.units))
             end = _EndOfBackward(self._end_outside_transforms)
             self._end = weakref.ref(end)
             torch_private.queue_after_backward(end)
+
+    def _land_others(self) -> None:
+        # This backward may raise alone, within one that goes on, and all that is in flight is dropped.
+        with torch_private.outside_transforms():
+            self.shared.recover_failed(self)
+            for pending in self.reduces.drain():
+                pending.land(self.comm)
+            self.comm.land_averages()
+            self.comm.decide()
 
     @property
     def _is_end_queued(self) -> bool:
@@ -290,6 +299,7 @@ class RootContext:
 
     def make_room_for_reduce(self) -> None:
         """Lands the oldest reductions, before the buffer of one more is allocated."""
+        self.shared.recover_failed(self)
         for pending in self.reduces.room_for_one():
             pending.land(self.comm)
 
@@ -305,6 +315,7 @@ class RootContext:
 
     def _end_reached(self) -> None:
         """Ends the backward of the units that it reached, or of all."""
+        self.shared.recover_failed(self)
         ends_all = self._ends_all
         ending = ending_of(self.units, self._reached, self._forward_root, ends_all=ends_all)
         if ending.closes_pass:

@@ -143,6 +143,75 @@ def grads_beside(
     }
 
 
+class Meanwhile(torch.autograd.Function):
+    """The identity; calls a function in backward."""
+
+    @classmethod
+    def of(cls, tensor: torch.Tensor, function: Callable[[], None]) -> torch.Tensor:
+        return cast("Callable[..., torch.Tensor]", cls.apply)(tensor, function)
+
+    @staticmethod
+    def forward(
+        ctx: torch.autograd.function.FunctionCtx, x: torch.Tensor, function: Callable[[], None]
+    ) -> torch.Tensor:
+        ctx.function = function  # type: ignore[attr-defined]  # how a Function keeps values
+        return x.clone()
+
+    @staticmethod
+    def backward(
+        ctx: torch.autograd.function.FunctionCtx, grad: torch.Tensor
+    ) -> tuple[torch.Tensor, None]:
+        ctx.function()  # type: ignore[attr-defined]  # set above
+        return grad, None
+
+
+@pytest.mark.parametrize("goes_on", [False, True], ids=["is given up", "goes on"])
+@pytest.mark.parametrize("block", [0, 1], ids=["late", "at once"])
+def test_a_root_whose_backward_raised_within_that_of_another_takes_and_leaves_nothing(
+    gangs: Gangs, block: int, *, goes_on: bool
+) -> None:
+    gangs(2).run(check_failed_within, block, goes_on)
+
+
+def check_failed_within(ctx: RankContext, block: int, goes_on: bool) -> None:  # noqa: FBT001 - shipped positionally
+    expected, found = (
+        grads_around(ctx, block if fails else None, goes_on=goes_on) for fails in (False, True)
+    )
+    assert expected.keys() == found.keys()
+    for name, grad in found.items():
+        assert_same_tensor(name, grad, expected[name], 0.0, 0.0)
+
+
+def grads_around(
+    ctx: RankContext, fails_at: int | None, *, goes_on: bool
+) -> dict[str, torch.Tensor | None]:
+    """Of two roots, after a backward of the second during which one of the first may have raised."""
+    chunks = [sharded_chunk(ctx, index, fully_shard) for index in range(2)]
+    share_comm_ctx(chunks)
+    first, second = chunks
+
+    @torch.enable_grad()
+    def go_through_first() -> None:
+        if fails_at is not None:
+            failing_block = first.blocks[fails_at]
+            fault = failing_block.register_forward_hook(lambda _, __, out: Raising.of(out))
+            failing = first(ctx.batch(0, 3, WIDTH)).square().sum()
+            fault.remove()
+            with pytest.raises(ZeroDivisionError):
+                torch.autograd.backward(failing)
+            first.zero_grad()
+        if goes_on:
+            torch.autograd.backward(first(ctx.batch(1, 3, WIDTH)).square().sum())
+
+    second.blocks[0].register_forward_hook(lambda _, __, out: Meanwhile.of(out, go_through_first))
+    torch.autograd.backward(second(ctx.batch(2, 3, WIDTH)).square().sum())
+    return {
+        f"{index} {name}": None if param.grad is None else local(param.grad)
+        for index, chunk in enumerate(chunks)
+        for name, param in chunk.named_parameters()
+    }
+
+
 @pytest.mark.parametrize("sync", ["every", "last"])
 def test_interleaved_chunks_train_as_the_reference_does(gangs: Gangs, sync: str) -> None:
     gangs(2).run(compare_with_reference, sync)
