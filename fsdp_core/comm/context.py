@@ -161,9 +161,14 @@ class CommContext:
 
     def recover_failed(self, besides: Recoverable) -> None:
         """Drops what backwards that raised left in flight, before another root, `besides`, lands it."""
-        if len(self._roots) > 1:
+        if self.has_several_roots:
             for root in [each for each in self._roots if each is not besides]:
                 root.recover_if_failed()
+
+    @property
+    def has_several_roots(self) -> bool:
+        """Whether what is in flight may be another root's."""
+        return len(self._roots) > 1
 
     # -- Collectives that end
 

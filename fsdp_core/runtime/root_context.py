@@ -272,7 +272,8 @@ class RootContext:
                 "reduce: gradients would be lost. Switch it off (torch._dynamo.config.compiled_autograd)."
             )
         if self._end is None:
-            self._land_others()
+            if self.shared.has_several_roots:
+                self._land_others()
             self.reduces.resize(max(unit.options.max_reduces for unit in self.units))
             end = _EndOfBackward(self._end_outside_transforms)
             self._end = weakref.ref(end)
