@@ -232,20 +232,19 @@ class OneReader:
             self.readers -= 1
 
 
-def a_profiled_model(office: Office) -> tuple[Ports, OneReader, JobSpec]:
-    """Ports that count who reads what a node answered, and a spec of whose model the profile is known."""
+async def a_profiled_model(office: Office) -> tuple[Ports, OneReader, JobSpec, Drawing]:
+    """Ports that count who reads what a node answered, and a spec of whose model the profile is known; a job waits for it."""
+    await office.submits()
+    await office.plans()
+    await office.answers()
     seen: Any = OneReader(office.ports.plans)
     spec = JobSpec.model_validate(job_body(model={"factory": "decoder", "args": ARGS}, plan="auto"))
-    return replace(office.ports, plans=seen), seen, spec
+    return replace(office.ports, plans=seen), seen, spec, Drawing(wait_s=0)
 
 
 def test_however_many_ask_for_plans_one_answer_is_read_at_a_time_and_once_for_each() -> None:
     async def course(office: Office) -> None:
-        await office.submits()
-        await office.looks()
-        await office.answers()
-        ports, seen, spec = a_profiled_model(office)
-        drawing = Drawing(wait_s=0)
+        ports, seen, spec, drawing = await a_profiled_model(office)
         asked = (make_plan(ports, Wanted(spec), ADA, ANYTHING, drawing) for _ in range(8))
         made = await asyncio.gather(*asked)
         assert {plan.state for plan in made} == {PlanState.READY}
@@ -256,11 +255,7 @@ def test_however_many_ask_for_plans_one_answer_is_read_at_a_time_and_once_for_ea
 
 def test_a_list_waits_for_no_plan_that_is_being_worked_out_and_another_owner_for_one() -> None:
     async def course(office: Office) -> None:
-        await office.submits()
-        await office.looks()
-        await office.answers()
-        ports, seen, spec = a_profiled_model(office)
-        drawing = Drawing(wait_s=0)
+        ports, seen, spec, drawing = await a_profiled_model(office)
         done: list[str] = []
 
         async def makes(owner: str) -> None:
@@ -287,11 +282,7 @@ def test_a_list_waits_for_no_plan_that_is_being_worked_out_and_another_owner_for
 
 def test_a_job_waits_for_one_of_the_plans_that_its_owner_asks_for_and_so_do_others_jobs() -> None:
     async def course(office: Office) -> None:
-        await office.submits()
-        await office.plans()
-        await office.answers()
-        ports, _, spec = a_profiled_model(office)
-        drawing = Drawing(wait_s=0)
+        ports, _, spec, drawing = await a_profiled_model(office)
         planner = Planner(ports, 1, drawing)
         done: list[str] = []
 
@@ -330,13 +321,10 @@ def test_a_list_does_not_wait_for_a_plan_that_takes_long_and_that_plan_is_made_a
         return work_out(*args)
 
     async def course(office: Office) -> None:
-        await office.submits()
-        await office.plans()
-        await office.answers()
-        drawing = Drawing(wait_s=0)
+        ports, _, _, drawing = await a_profiled_model(office)
 
         async def states() -> list[PlanState]:
-            page = await list_plans(office.ports, PlanFilter(), None, 10, drawing)
+            page = await list_plans(ports, PlanFilter(), None, 10, drawing)
             return [plan.state for plan in page.items]
 
         for _ in range(2):
