@@ -1,6 +1,7 @@
 """Who asks, whose things are whose, and what was asked: tokens, owners, the audit trail."""
 
 from dataclasses import dataclass
+from typing import Final
 
 from pydantic import ValidationError
 
@@ -35,7 +36,7 @@ from services.controller.ports.jobs import Actor
 from services.controller.ports.machines import Entry
 from services.controller.use_cases.present import maybe_moment, moment
 
-MOST_TOKENS = 10_000
+MOST_TOKENS: Final = 10_000
 _RANDOM_BYTES = 10
 _EXPIRED = "this token has expired; ask an operator for a new one"
 _REFUSED_FROM = 400
@@ -118,7 +119,8 @@ async def create_token(ports: Ports, wanted: TokenRequest, actor: Actor) -> Toke
         await _forget_expired(ports, now_ms)
         if not await ports.tokens.put(token, MOST_TOKENS):
             raise StateConflictError(
-                f"there may be {MOST_TOKENS} tokens, and none of them has expired: revoke some first"
+                f"there may be {MOST_TOKENS} tokens, and none of them has expired: revoke some first",
+                code="too_many_tokens",
             )
     return TokenCreated(**_view(token, now_ms).model_dump(), token=text)
 

@@ -29,7 +29,7 @@ from services.controller.use_cases.waiting import with_reasons
 _RANKS_LISTED: Final = 64
 """To read the samples of a page of jobs of 1 024 ranks takes most of a second, each time anybody looks."""
 SILENT_MS: Final = 30_000
-"""Agents write samples each second; what was away is noticed by its own."""
+"""Agents write samples each second: after so long without one, they write elsewhere."""
 _FROM_TELEMETRY: Final = frozenset({"progress", "estimate"})
 
 

@@ -111,8 +111,9 @@ async def test_tokens_that_have_expired_make_room_for_further_ones(
     second = await access.create_token(world.ports, wanted, actor)
     kept = [_token(1).id, first.id, second.id]
     assert [token.id for token in await tokens.every()] == sorted(kept)
-    with pytest.raises(StateConflictError, match="revoke some first"):
+    with pytest.raises(StateConflictError, match="revoke some first") as refused:
         await access.create_token(world.ports, wanted, actor)
+    assert refused.value.code == "too_many_tokens"
     await access.revoke_token(world.ports, first.id)
     await access.create_token(world.ports, wanted, actor)
 
