@@ -18,7 +18,8 @@ if TYPE_CHECKING:
 
 WAITING = {"agent", "chaos", "dashboard", "e2e", "hosts", "local", "pools"}
 # Whole stacks, browsers, other programs' clusters, minutes of training: what they show together is shown in
-# parts by the others, in seconds.
+# parts by the others, in seconds. Files elsewhere that do so, too, are marked `system`: of whole jobs, of the
+# controller's or the agent's program from its start to its end.
 SYSTEM = {"chaos", "dashboard", "e2e", "hosts", "pools"}
 # They take longest, these in this order: whoever began one of them last would leave others idle.
 LONGEST = (

@@ -47,6 +47,8 @@ from tests.agent.conftest import (
 from tests.chaos.proxy import ChaosProxy, Mode
 from tests.waiting import until
 
+pytestmark = pytest.mark.system
+
 
 def lease_of(controller: Controller) -> object:
     return controller.client.get(redis_keys.node_lease(NODE))

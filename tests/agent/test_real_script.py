@@ -11,7 +11,7 @@ from services.contract.messages.facts import GangProgressed
 from services.worker.rank.process.seat import DEFAULT_TRAINER
 from tests.agent.conftest import Controller, StartAgent, ended, launch
 
-pytestmark = pytest.mark.ranks
+pytestmark = [pytest.mark.ranks, pytest.mark.system]
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 

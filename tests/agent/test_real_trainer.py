@@ -13,7 +13,7 @@ from services.worker.rank.process.seat import DEFAULT_TRAINER
 from tests.agent.conftest import JOB, Controller, StartAgent, ended, launch, launched
 from tests.waiting import until
 
-pytestmark = pytest.mark.ranks
+pytestmark = [pytest.mark.ranks, pytest.mark.system]
 
 
 def tiny(steps: int) -> LaunchGang:

@@ -35,7 +35,7 @@ from tests.agent.conftest import (
 )
 from tests.waiting import until
 
-pytestmark = [pytest.mark.ranks, pytest.mark.redis]
+pytestmark = [pytest.mark.ranks, pytest.mark.redis, pytest.mark.system]
 WITHIN_S: Final = 120.0
 
 

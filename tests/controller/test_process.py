@@ -31,7 +31,7 @@ from tests.controller.agent_double import AgentDouble
 from tests.controller.conftest import job_body
 from tests.waiting import until
 
-pytestmark = pytest.mark.redis
+pytestmark = [pytest.mark.redis, pytest.mark.system]
 COMMAND = [sys.executable, "-m", "services.controller"]
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from torch.distributed import TCPStore  # type: ignore[attr-defined]  # PyTorch does not list it
 
-pytestmark = pytest.mark.ranks
+pytestmark = [pytest.mark.ranks, pytest.mark.system]
 
 ROOT = Path(__file__).parents[2]
 IMPORT = "from torch.distributed.fsdp import"

@@ -8,7 +8,7 @@ import pytest
 from services.contract.jobs.specs import JobSpec
 from tests.rank.gang import Attempt, Ranks, spec_of
 
-pytestmark = pytest.mark.ranks
+pytestmark = [pytest.mark.ranks, pytest.mark.system]
 
 STEPS = 9
 TRAIN = {"steps": STEPS, "global_batch": 12, "seed": 7}
