@@ -34,7 +34,7 @@ from services.worker.agent.storage.exporter import Exporter
 from services.worker.agent.storage.job_storage import Storage
 from services.worker.agent.storage.journal import Journal
 from services.worker.agent.storage.records import RecordKeeper
-from services.worker.agent.storage.rounds import Holdings, StorageRounds
+from services.worker.agent.storage.rounds import EVERY_S, Holdings, StorageRounds
 from services.worker.agent.storage.shared_files import SharedFiles, shared_files
 from services.worker.agent.storage.storage_watch import look, watch_storage
 from services.worker.agent.streams.inbox import Inbox
@@ -255,6 +255,7 @@ class Agent:
                     group.create_task(self._journal.run()),
                     group.create_task(self._supervisor.run(self._outbox.is_full)),
                     group.create_task(self._rounds.run(self._session.loss_suspected)),
+                    group.create_task(supervisor.retry_removals(EVERY_S)),
                     group.create_task(self._watch_storage()),
                 ]
                 if self._ranks_are is not None:

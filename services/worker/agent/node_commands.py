@@ -58,6 +58,7 @@ _REFUSALS: Final[Mapping[str, type[Fact]]] = {
     "purge_job": JobPurged,
     "probe_model": ModelProbed,
 }
+_REFUSED_KEPT: Final = 1024
 _log = structlog.get_logger()
 
 
@@ -88,6 +89,12 @@ class NodeCommands:
         self._prober = prober
         self._self_test = self_test
         self._records = records
+        self._refused: dict[str, RetireCheckpoint] = {}
+
+    @property
+    def refused_removals(self) -> tuple[RetireCheckpoint, ...]:
+        """The deletions that the storage refused, longest ago first."""
+        return tuple(self._refused.values())
 
     async def to(self, command: Question, ranks_are_here: Callable[[], bool]) -> Sequence[Fact]:
         """Carry a command out, and answer with what is to be told."""
@@ -127,6 +134,9 @@ class NodeCommands:
             case VerifyCheckpoint():
                 facts = await in_storage_thread(self._storage.verify, command)
             case PurgeJob():
+                for checkpoint_id, each in tuple(self._refused.items()):
+                    if each.job_id == command.job_id:
+                        del self._refused[checkpoint_id]
                 facts = (await in_storage_thread(purge, self._storage, command, self._node_id),)
         return facts
 
@@ -169,9 +179,28 @@ class NodeCommands:
             _log.warning("standing_not_kept", job=command.job_id, why=str(error))
         return ()
 
+    async def remove_again(self, command: RetireCheckpoint) -> Sequence[Fact]:
+        """Carry a deletion out that the storage refused; nothing, where its job was purged meanwhile."""
+        if command.checkpoint_id not in self._refused:
+            return ()
+        try:
+            folder = self._storage.root / command.job_id
+            is_there = await in_storage_thread(self._storage.files.holds, folder)
+        except OSError:
+            return ()
+        if not is_there:  # another node did it: a record would bring the job's folder back
+            del self._refused[command.checkpoint_id]
+            return ()
+        return await self._retire(command)
+
     async def _retire(self, command: RetireCheckpoint) -> Sequence[Fact]:
+        self._refused.pop(command.checkpoint_id, None)
         try:
             return await in_storage_thread(self._storage.retire, command)
         except (ChainError, OSError) as error:
             _log.warning("retire_failed", checkpoint=command.checkpoint_id, why=str(error))
+            if isinstance(error, OSError):
+                self._refused[command.checkpoint_id] = command
+            while len(self._refused) > _REFUSED_KEPT:
+                del self._refused[next(iter(self._refused))]
             return ()

@@ -254,6 +254,23 @@ class Supervisor:
                     self._tell(fact)
                 is_open = not found and self._has_ranks()
 
+    async def retry_removals(self, every_s: float) -> None:
+        """Remove checkpoints that the storage refused to remove, until it does; until cancelled.
+
+        The controller commands it again with later commits, which a job that has ended does not have.
+
+        Args:
+            every_s: Seconds between two rounds; one ends where the storage refuses again.
+        """
+        while True:
+            await asyncio.sleep(every_s)
+            for command in self._node_commands.refused_removals:
+                async with self._lanes[_lane(command)]:
+                    for fact in await self._node_commands.remove_again(command):
+                        self._tell(fact)
+                if command in self._node_commands.refused_removals:
+                    break
+
     def condemn_all(self, reason: str) -> None:
         """Kill all gangs."""
         for gang in self._gangs.values():

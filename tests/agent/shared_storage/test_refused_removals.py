@@ -1,0 +1,106 @@
+"""Deletions of checkpoints that the storage refuses are tried again by the agent, also once the job has ended."""
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from services.contract.messages.commands import PurgeJob, RetireCheckpoint
+from services.contract.messages.facts import CheckpointRetired, Fact, JobPurged
+from services.contract.storage.manifests import Manifest
+from services.worker.agent.host.folders import NodeFolder
+from services.worker.agent.node_commands import NodeCommands
+from services.worker.agent.storage.job_storage import purge
+from services.worker.agent.supervisor import Supervisor
+from tests.agent.conftest import JOB, NODE, launch
+from tests.agent.shared_storage.places import Place, commit
+from tests.s3_server import Fault
+
+AGAIN_S = 0.01
+
+
+@pytest.fixture
+def told() -> asyncio.Queue[Fact]:
+    return asyncio.Queue()
+
+
+@pytest.fixture
+def old(bucket: Place) -> Manifest:
+    """The older of two commits."""
+    bucket.on(NODE).open_attempt(launch(1))
+    old, new = bucket.save(NODE, 1), bucket.save(NODE, 2)
+    for manifest in (old, new):
+        bucket.on(NODE).commit(commit(manifest))
+    return old
+
+
+@pytest.fixture
+def node(bucket: Place) -> NodeCommands:
+    nothing: Any = None
+    return NodeCommands(NODE, bucket.on(NODE), nothing, nothing, nothing, nothing)
+
+
+@pytest.fixture
+def supervisor(
+    bucket: Place, tmp_path: Path, node: NodeCommands, told: asyncio.Queue[Fact]
+) -> Supervisor:
+    nothing: Any = None
+    folder = NodeFolder(tmp_path / "home", NODE, tmp_path)
+    return Supervisor(NODE, folder, bucket.on(NODE), node, nothing, told.put_nowait)
+
+
+def removal(old: Manifest) -> RetireCheckpoint:
+    return RetireCheckpoint(job_id=JOB, fence=1, checkpoint_id=old.checkpoint_id)
+
+
+async def refused(bucket: Place, supervisor: Supervisor, old: Manifest, fault: Fault) -> None:
+    assert bucket.server is not None
+    bucket.server.fail(fault)
+    await supervisor.handle(removal(old))
+    bucket.server.repair()
+
+
+@pytest.mark.parametrize(
+    "fault",
+    [
+        Fault(methods=("PUT",), within="chain", code="AccessDenied", status=403),
+        Fault(methods=("POST",), within="delete", code="AccessDenied", status=403),
+        Fault(code="AccessDenied", status=403),
+    ],
+    ids=["the record", "the shards", "all"],
+)
+def test_what_the_bucket_refused_to_remove_is_removed_when_it_refuses_no_more(
+    bucket: Place, supervisor: Supervisor, told: asyncio.Queue[Fact], old: Manifest, fault: Fault
+) -> None:
+    async def carry_out() -> None:
+        await refused(bucket, supervisor, old, fault)
+        assert told.empty()
+        retrying = asyncio.create_task(supervisor.retry_removals(AGAIN_S))
+        async with asyncio.timeout(30):
+            assert isinstance(await told.get(), CheckpointRetired)
+        retrying.cancel()
+
+    asyncio.run(carry_out())
+    assert bucket.committed("node-2") == [2]
+    assert not [name for name in bucket.names() if old.checkpoint_id in name and "shards" in name]
+
+
+@pytest.mark.parametrize("by", [NODE, "node-2"])
+def test_of_a_job_that_was_purged_meanwhile_nothing_comes_back(
+    bucket: Place, supervisor: Supervisor, node: NodeCommands, old: Manifest, by: str
+) -> None:
+    async def carry_out() -> None:
+        await refused(bucket, supervisor, old, Fault(code="AccessDenied", status=403))
+        assert [*node.refused_removals] == [removal(old)]
+        if by == NODE:
+            await supervisor.handle(PurgeJob(job_id=JOB, fence=1))
+            assert not node.refused_removals
+        else:
+            done = await asyncio.to_thread(purge, bucket.on(by), PurgeJob(job_id=JOB, fence=1), by)
+            assert done == JobPurged(job_id=JOB, fence=1, node_id=by)
+        assert await node.remove_again(removal(old)) == ()
+        assert not node.refused_removals
+
+    asyncio.run(carry_out())
+    assert bucket.names() == set()
