@@ -256,6 +256,11 @@ def a_parameter(also: list[str], shape: list[int] | None = None) -> dict[str, ob
         (f'{{"granularity": 1{"0" * 400}}}', 0, "characters cut"),
         ("{}", 70_000, "modules, more than the 65536"),
         (
+            json.dumps({"modules": ["", "a" * 2_049]}),
+            0,
+            "a name of 2049 characters at /profile/modules/1, more than",
+        ),
+        (
             json.dumps({"flops": {"base": 0, "slope": 0, "table": [[n, n] for n in range(65)]}}),
             0,
             "65 numbers or names at /profile/flops/table, more than the 64",

@@ -190,8 +190,9 @@ def test_the_first_steps_of_a_job_correct_what_is_estimated_of_its_model() -> No
     [
         ({"granularity": 10**300}, "not a measurement of a model"),
         ({"flops": Growth(0, 0, tuple((n, n) for n in range(50_000)))}, "50000 numbers or names"),
+        ({"device_type": "c" * 2_049}, "a name of 2049 characters at /profile/device_type"),
     ],
-    ids=["a number", "megabytes of numbers"],
+    ids=["a number", "megabytes of numbers", "a long name"],
 )
 def test_a_profile_that_no_measurement_finds_is_not_planned_with(
     changes: dict[str, Any], words: str
@@ -206,6 +207,46 @@ def test_a_profile_that_no_measurement_finds_is_not_planned_with(
         await office.hears(told.model_copy(update={"profile": forged}), known)
         await office.looks()
         assert words in (await office.events(job_id))["job.unplanned"]
+
+    play(course)
+
+
+@pytest.mark.parametrize(
+    ("pattern", "many", "event", "words"),
+    [
+        ("none.*", [f"m{'x' * 400}{n}" for n in range(50)], "job.failed", "characters cut"),
+        (
+            "many.*",
+            [f"many.{'x' * 1_000}{n}" for n in range(2_000)],
+            "job.unplanned",
+            "KiB to tell, more than the 2048 KiB",
+        ),
+    ],
+    ids=["a reason", "units"],
+)
+def test_what_a_plan_tells_is_bounded_however_many_modules_it_would_name(
+    pattern: str, many: list[str], event: str, words: str
+) -> None:
+    """Its reason stands in the job's record and in lists, and lists read all plans: of 8 MiB each they end no more."""
+
+    async def course(office: Office) -> None:
+        job_id = await office.submits(plan={"units": [{"modules": [pattern]}]})
+        await office.looks()
+        told = answer_to(office.asked()[-1])
+        assert told.profile is not None
+        known = told.profile
+        forged = replace(known, modules=(*known.modules, *many), stops=(*known.stops, *many))
+        await office.hears(
+            told.model_copy(update={"profile": forged}),
+            NodeMeasured(node_id=NODE, incarnation="life-1", device_type="cpu", facts=FACTS),
+        )
+        await office.looks()
+        message = (await office.events(job_id))[event]
+        assert words in message
+        assert len(message) < 5_000
+        record = (await office.job(job_id)).model_dump_json()
+        (plan,) = await office.ports.plans.page(None, 10)
+        assert max(len(record), len(plan.model_dump_json())) < 20_000
 
     play(course)
 

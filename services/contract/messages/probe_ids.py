@@ -32,6 +32,8 @@ _MOST_OF_EACH: Final = {
     "also": 1_024,
 }
 _MOST_NAMES: Final = 1 << 19
+# A plan says the name of a module in many places, and each list of plans says its reason.
+_NAME_CHARACTERS: Final = 2_048
 _GRADS_OF_EACH: Final = 4
 # A line on which no whole numbers lie is told by its two ends.
 _ROWS_OF_A_LINE: Final = 2
@@ -110,6 +112,7 @@ def _refuse_heavy(profile: Mapping[str, Any]) -> None:
 
 
 def _numbers(root: object) -> Iterator[tuple[str, float]]:
+    """All numbers, and where they are; refuses lists and names on its way that are too long."""
     todo: list[tuple[str, object]] = [("", root)]
     while todo:
         place, value = todo.pop()
@@ -125,6 +128,11 @@ def _numbers(root: object) -> Iterator[tuple[str, float]]:
             if place.endswith("/lines"):
                 _refuse_curves(place, value)
             todo += [(f"{place}/{number}", item) for number, item in enumerate(value)]
+        elif isinstance(value, str) and len(value) > _NAME_CHARACTERS:
+            raise UnfitProfileError(
+                f"the profile has a name of {len(value)} characters at {place}, more than the "
+                f"{_NAME_CHARACTERS} that a plan can tell; use plan: default, which needs no profile"
+            )
         elif isinstance(value, int | float) and not isinstance(value, bool):
             yield place, value
 

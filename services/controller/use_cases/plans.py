@@ -71,6 +71,8 @@ _RANDOM_BYTES: Final = 10
 _MEASURED_WITHIN_MS: Final = 30_000
 _FAILED_MEASURE_STANDS_MS: Final = 60_000
 _LOOK_EVERY_S: Final = 0.1
+# Of some 7 000 units; a list of plans reads all that are there.
+_LONGEST_PLAN: Final = 2 << 20
 _LONGEST_PAUSE_S: Final = 1.0
 
 
@@ -346,7 +348,15 @@ async def _failed(ports: Ports, plan: Plan) -> Plan:
 def _work_out(answer: ModelProbed | None, study: Study) -> PlanOutcome:
     if answer is not None:  # an agent's word, which may not be ours
         refuse_unfit(answer)
-    return search.work_out(study)
+    outcome = search.work_out(study)
+    # How long the rest is follows from how many ranks there are.
+    size = len(outcome.model_dump_json(exclude={"ranks", "memory"}))
+    if size > _LONGEST_PLAN:
+        raise UnfitProfileError(
+            f"the plan's units and their modules take {size >> 10} KiB to tell, more than the "
+            f"{_LONGEST_PLAN >> 10} KiB that are kept: name fewer modules in plan.units, or shorter ones"
+        )
+    return outcome
 
 
 def _study(

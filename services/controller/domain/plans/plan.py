@@ -13,6 +13,7 @@ from services.contract.api.plan_views import JobEstimate, PlanFailure, PlanOutco
 from services.contract.jobs.specs import CarriedSpec
 from services.contract.messages.probing import DeviceType, ModelProbed, ProbeFailure
 from services.contract.messages.rank_pipe import ThroughputUnit
+from services.contract.words.bounds import ERROR_CHARACTERS, shortened
 from services.contract.words.ids import NodeId, PlanId, ProbeId
 from services.contract.words.states import NodeState, PlanState
 from services.controller.domain.record import Record, is_ahead
@@ -149,6 +150,7 @@ def judge(
 
 def fail(plan: Plan, code: str, reason: str, traceback: str | None = None) -> Plan:
     """The plan, FAILED, with what to do about it."""
+    reason = shortened(reason, ERROR_CHARACTERS)
     failure = PlanFailure.model_validate(
         {"code": code, "reason": reason, "advice": _ADVICE[code], "traceback": traceback}
     )

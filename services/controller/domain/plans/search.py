@@ -3,7 +3,7 @@
 Nothing is built here: the node profiles the model, and the search is arithmetic on that.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass, replace
 from typing import Final
 
@@ -35,6 +35,7 @@ from services.contract.jobs.spec_parts import MeshSpec
 from services.contract.jobs.specs import JobSpec
 from services.contract.messages.probe_ids import probe_id
 from services.contract.messages.probing import DeviceType, ProbeModel
+from services.contract.words.bounds import ERROR_CHARACTERS, shortened
 from services.controller.domain.plans import breakdown, default_plan
 from services.controller.domain.plans.plan import Profiled
 from services.controller.domain.scheduling.node import Node
@@ -153,7 +154,7 @@ def _work_out(study: Study) -> PlanOutcome:
     except PlanError as error:
         return PlanOutcome(
             feasible=False,
-            reasons=(str(error),),
+            reasons=_cut((str(error),)),
             advice=("name other modules in plan.units, or leave the plan to the search",),
             device_type=room.device_type,
             memory_limit_bytes=room.memory_bytes,
@@ -252,10 +253,12 @@ def _outcome(study: Study, answer: LayoutAnswer) -> PlanOutcome:
     never = (seats.reason,) if isinstance(seats, Never) else ()
     shown = PlanOutcome(
         feasible=answer.feasible and not never,
-        reasons=(*never, *least, *(answer.reasons or _why(answer, room)), *_compiled(best)),
-        advice=(
-            *("add nodes with more slots, or use fewer ranks" for _ in never),
-            *(each.text for each in answer.advice),
+        reasons=_cut((*never, *least, *(answer.reasons or _why(answer, room)), *_compiled(best))),
+        advice=_cut(
+            (
+                *("add nodes with more slots, or use fewer ranks" for _ in never),
+                *(each.text for each in answer.advice),
+            )
         ),
         device_type=room.device_type,
         memory_limit_bytes=room.memory_bytes,
@@ -293,6 +296,11 @@ def _outcome(study: Study, answer: LayoutAnswer) -> PlanOutcome:
     )
 
 
+def _cut(words: Iterable[str]) -> tuple[str, ...]:
+    """For people: they may name all modules of a model, and stand in its job's record and in lists, too."""
+    return tuple(shortened(each, ERROR_CHARACTERS) for each in words)
+
+
 def _with_mesh(spec: JobSpec, best: Candidate) -> JobSpec:
     return spec.model_copy(update={"mesh": MeshSpec(**asdict(best.plan.mesh))})
 
@@ -316,13 +324,13 @@ def _alternative(other: Alternative) -> PlanAlternative:
     candidate = other.candidate
     time = candidate.estimate.time
     return PlanAlternative(
-        title=_title(candidate),
+        title=shortened(_title(candidate), ERROR_CHARACTERS),
         mesh=candidate.plan.mesh,
         micro_batch=candidate.micro_batch,
         peak_bytes=candidate.estimate.peak.memory.total,
         step_time_s=None if time is None else time.total,
         fits=candidate.fits,
-        lost_because=other.why,
+        lost_because=shortened(other.why, ERROR_CHARACTERS),
     )
 
 
