@@ -1,11 +1,17 @@
 """`GET /v1/events`: pages, filters, and a stream that outlives its controller."""
 
+import asyncio
 import threading
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator, Sequence
+from contextlib import asynccontextmanager
 
 import pytest
 
 import meshloom
+from services.contract.system.long_work import Turns
+from services.controller.adapters.redis import redis_ports
+from services.controller.ports.event_feed import FeedEntry
+from services.controller.use_cases import event_feed
 from services.local.embedded_redis import EmbeddedRedis
 from tests.controller.conftest import ControlPlane, job_body
 from tests.dashboard.tabs import Controller
@@ -48,6 +54,44 @@ def test_pages_of_the_feed_follow_each_other(quiet_plane: ControlPlane) -> None:
     rest = quiet_plane.get(f"/v1/events?limit=2&cursor={page['next_cursor']}")
     assert [event["job_id"] for event in page["items"] + rest["items"]] == ids
     assert rest["next_cursor"] is None
+
+
+@pytest.mark.anyio
+async def test_streams_read_the_events_that_are_there_one_at_a_time(
+    redis_url: str, quiet_plane: ControlPlane, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As pages do: dozens of them would have the loop to themselves, which also renews the lead."""
+    ids = [quiet_plane.submit() for _ in range(7)]
+    monkeypatch.setattr(event_feed, "_CHUNK", 3)
+    turns, in_turn, working = Turns(), list[bool](), set[object]()
+
+    async def reads(after: str | None, count: int) -> Sequence[FeedEntry]:
+        in_turn.append(asyncio.current_task() in working)
+        assert len(working) < 2
+        return await read(after, count)
+
+    @asynccontextmanager
+    async def turn() -> AsyncIterator[None]:
+        async with turns.of("max"):
+            working.add(asyncio.current_task())
+            yield
+            working.clear()
+
+    async def follows() -> list[str]:
+        found: list[str] = []
+        async for event in event_feed.follow_feed(
+            ports, event_feed.EventFilter(), None, replay=True, turn=turn
+        ):
+            found += [] if event is None else [event.job_id]
+            if len(found) == len(ids):
+                break
+        return found
+
+    async with redis_ports(redis_url) as ports:
+        read = ports.events.read
+        monkeypatch.setattr(ports.events, "read", reads)
+        assert await asyncio.gather(*(follows() for _ in range(3))) == [ids] * 3
+    assert in_turn == [True] * 9
 
 
 @pytest.fixture(scope="module")

@@ -1,5 +1,6 @@
 """The events of all jobs: by pages, and as they come."""
 
+import contextlib
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
 from typing import Final
@@ -14,6 +15,7 @@ from services.controller.ports.event_feed import FeedEntry
 from services.controller.ports.jobs import EventRecord
 from services.controller.use_cases.listing import JobFilter
 from services.controller.use_cases.present import moment
+from services.controller.use_cases.watch import Turn
 
 _CHUNK: Final = 500
 _LOOK_EVERY_S: Final = 1.0
@@ -73,11 +75,17 @@ async def page_of_feed(
 
 
 async def follow_feed(
-    ports: Ports, wanted: EventFilter, after: str | None, *, replay: bool = False
+    ports: Ports,
+    wanted: EventFilter,
+    after: str | None,
+    *,
+    replay: bool = False,
+    turn: Turn = contextlib.nullcontext,
 ) -> AsyncIterator[EventView | None]:
     """Events of all jobs behind ``after`` as they come; it does not end.
 
     Without ``after`` it begins with what comes from now on, or, to ``replay``, with the oldest that is kept.
+    ``turn``: of whoever follows; what is there already is read and searched by turns.
 
     None each second in which nothing comes.
 
@@ -87,14 +95,18 @@ async def follow_feed(
     if after is None:
         after = _BEGINNING if replay else await ports.events.newest()
     seen = after
+    is_behind = True
     while True:
-        entries = await ports.events.read(seen, _CHUNK)
-        for event in await chosen(ports, wanted, entries):
+        async with turn() if is_behind else contextlib.nullcontext():
+            entries = await ports.events.read(seen, _CHUNK)
+            events = await chosen(ports, wanted, entries)
+        is_behind = len(entries) == _CHUNK
+        for event in events:
             yield event
         if entries:
             seen = entries[-1].id
         yield None
-        if len(entries) < _CHUNK:
+        if not is_behind:
             await ports.events.wait(seen, _LOOK_EVERY_S)
 
 

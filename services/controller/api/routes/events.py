@@ -1,5 +1,6 @@
 """The events of all jobs: JSON by cursor, or a stream of server-sent events."""
 
+import functools
 from typing import Annotated
 
 from fastapi import APIRouter, Query, Request, Response
@@ -65,7 +66,8 @@ async def all_events(  # noqa: PLR0913 one parameter a filter
         labels=tuple(label or ()),
     )
     if sse.wants_stream(accept):
-        entries = use_cases.follow_feed(context.ports, wanted, after, replay=replay)
+        turn = functools.partial(context.turns.of, asks.subject)
+        entries = use_cases.follow_feed(context.ports, wanted, after, replay=replay, turn=turn)
         viewer = viewer_of(context, asks)
         return await sse.stream(entries, context.stopping, context.streams, viewer)
     async with context.turns.of(asks.subject):
