@@ -76,6 +76,10 @@ class Settings(RedisSettings):
         default=None,
         description="Whether jobs may run uploaded code; unset: where all entry points are allowed.",
     )
+    tracker_servers: Annotated[tuple[str, ...], NoDecode] = Field(
+        default=(),
+        description="Servers that jobs may name as `base_url` of W&B and `tracking_uri` of MLflow where not all entry points are allowed, separated by commas; `*`: all.",
+    )
     max_code_mib: int = Field(
         default=DEFAULT_CODE_MIB,
         ge=1,
@@ -216,12 +220,15 @@ class Settings(RedisSettings):
 
     @property
     def entry_points(self) -> EntryPoints:
-        """Which entry points jobs may name."""
+        """Which entry points and trackers jobs may name."""
         return entry_points(
-            self.factory_prefixes, otherwise_any=self.token is None, uploads=self.uploaded_code
+            self.factory_prefixes,
+            otherwise_any=self.token is None,
+            uploads=self.uploaded_code,
+            trackers=self.tracker_servers,
         )
 
-    @field_validator("factory_prefixes", mode="before")
+    @field_validator("factory_prefixes", "tracker_servers", mode="before")
     @classmethod
     def _split_prefixes(cls, value: object) -> object:
         return tuple(value.split(",")) if isinstance(value, str) else value

@@ -68,6 +68,18 @@ def test_entry_points_are_checked_again_on_the_node(tmp_path: Path) -> None:
         rules.admit(spec("os:system"))
 
 
+def test_servers_of_trackers_are_checked_again_on_the_node(tmp_path: Path) -> None:
+    tracked = spec().model_dump() | {"metrics": {"mlflow": {"tracking_uri": "https://a.example/"}}}
+    job = JobSpec.model_validate(tracked)
+    allowing = EntryPoints(("models",), trackers=("https://a.example",))
+    assert Admission(allowing, tmp_path, ()).admit(job) == {}
+    assert Admission(EntryPoints(), tmp_path, ()).admit(job) == {}
+    with pytest.raises(
+        NotAdmittedError, match=r"metrics\.mlflow\.tracking_uri: .*MESHLOOM_TRACKER"
+    ):
+        admission(tmp_path, "models").admit(job)
+
+
 def test_a_mask_covers_the_ways_in_which_values_are_written(tmp_path: Path) -> None:
     mask = Mask({"HUB": SECRET, "KEY": "-----BEGIN-----\nsecond-line\nx"})
     failed = RankFailed(error=f"no {SECRET!r}", traceback=f"x\n{SECRET}\nsecond-line", step=1)

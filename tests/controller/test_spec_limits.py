@@ -43,6 +43,44 @@ def test_with_tokens_nothing_but_built_ins_is_allowed_unless_listed() -> None:
     assert not allowed(factory_prefixes="")
 
 
+@pytest.mark.parametrize(
+    "metrics",
+    [
+        {"mlflow": {"tracking_uri": "https://mlflow.example.evil", "token": {"secret": "HUB"}}},
+        {"mlflow": {"tracking_uri": "file:///storage/job_of_another/exports"}},
+        {"mlflow": {"tracking_uri": "sqlite:////home/x.db"}},
+        {"wandb": {"base_url": "http://169.254.169.254", "api_key": {"secret": "HUB"}}},
+    ],
+)
+def test_where_entry_points_are_restricted_no_job_chooses_where_its_secrets_and_metrics_go(
+    redis_url: str, metrics: dict[str, object]
+) -> None:
+    fields = {
+        "redis_url": "redis://x",
+        "token": "x" * 32,
+        "tracker_servers": "https://mlflow.example/",
+    }
+    listed = Settings.model_validate(fields).entry_points
+    with open_plane(redis_url, AccessPolicy(), leads=False, entry_points=listed) as plane:
+        for path in ("/v1/jobs", "/v1/plans"):
+            answer = plane.client.post(path, json=job_body(metrics=metrics))
+            assert (answer.status_code, len(answer.json()["errors"])) == (422, 1), answer.text
+            assert answer.json()["errors"][0]["code"] == "tracker_not_allowed"
+            assert "MESHLOOM_TRACKER_SERVERS" in answer.json()["detail"]
+        own: list[dict[str, object]] = [
+            {"mlflow": {"tracking_uri": "https://mlflow.example"}},
+            {"mlflow": {}, "wandb": {}},
+        ]
+        for allowed in own:
+            answer = plane.client.post("/v1/jobs", json=job_body(metrics=allowed))
+            assert answer.status_code == 201
+    everything = Settings.model_validate(fields | {"tracker_servers": "", "factory_prefixes": "*"})
+    with open_plane(
+        redis_url, AccessPolicy(), leads=False, entry_points=everything.entry_points
+    ) as plane:
+        assert plane.client.post("/v1/jobs", json=job_body(metrics=metrics)).status_code == 201
+
+
 def test_a_credential_in_a_spec_is_refused_and_not_echoed(quiet_plane: ControlPlane) -> None:
     literal = job_body(data={"factory": "stdlib_bytes", "args": {"hf_token": "hf_abcdefgh"}})
     answer = quiet_plane.client.post("/v1/jobs", json=literal)

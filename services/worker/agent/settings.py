@@ -95,6 +95,10 @@ class AgentSettings(RedisSettings):
         default=None,
         description="Whether jobs may run uploaded code; unset: where all entry points are allowed.",
     )
+    tracker_servers: Annotated[tuple[str, ...], NoDecode] = Field(
+        default=(),
+        description="Servers that jobs may name as `base_url` of W&B and `tracking_uri` of MLflow where not all entry points are allowed, separated by commas; `*`: all.",
+    )
     secrets_dir: Path | None = Field(
         default=None, description="Folder with a file for each secret that specs may name."
     )
@@ -183,14 +187,17 @@ class AgentSettings(RedisSettings):
         """What jobs may have on this node."""
         return Admission(
             factories=entry_points(
-                self.factory_prefixes, otherwise_any=True, uploads=self.uploaded_code
+                self.factory_prefixes,
+                otherwise_any=True,
+                uploads=self.uploaded_code,
+                trackers=self.tracker_servers,
             ),
             secrets=self.secrets_dir,
             data_roots=self.data_roots or self.user_path,
             private=(self.home.absolute(), self.checkpoint_folder.absolute()),
         )
 
-    @field_validator("factory_prefixes", "rank_env", mode="before")
+    @field_validator("factory_prefixes", "tracker_servers", "rank_env", mode="before")
     @classmethod
     def _split_at_commas(cls, value: object) -> object:
         return [p.strip() for p in value.split(",")] if isinstance(value, str) else value

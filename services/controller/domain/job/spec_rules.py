@@ -1,6 +1,6 @@
 """What the operator does not let a spec say."""
 
-from services.contract.jobs.entry_points import EntryPoints, factories_of
+from services.contract.jobs.entry_points import EntryPoints, factories_of, trackers_of
 from services.contract.jobs.scripts import EntryPoint
 from services.contract.jobs.secret_references import written_out
 from services.contract.jobs.specs import JobSpec
@@ -8,7 +8,7 @@ from services.contract.words.problems import Fault
 
 
 def against_the_rules(spec: JobSpec, allowed: EntryPoints) -> list[Fault]:
-    """Every place that names an entry point which is not allowed, or spells a credential out."""
+    """Every place that names an entry point or a server which is not allowed, or spells a credential out."""
     faults: list[Fault] = []
     if spec.code is not None and not allowed.take_uploads:
         detail = (
@@ -34,6 +34,14 @@ def against_the_rules(spec: JobSpec, allowed: EntryPoints) -> list[Fault]:
             faults.append(_not_allowed(spec.entrypoint, allowed))
     if spec.metrics is not None:
         faults += written_out(spec.metrics.model_dump(), "/metrics")
+    for field, server in trackers_of(spec):
+        if not allowed.allows_tracker_of(spec, server):
+            detail = (
+                f"{field}: this server is not allowed here; allowed: {', '.join(allowed.trackers) or 'none'} "
+                "(MESHLOOM_TRACKER_SERVERS of the controller and the agents)"
+            )
+            pointer = f"/{field.replace('.', '/')}"
+            faults.append(Fault(pointer=pointer, detail=detail, code="tracker_not_allowed"))
     return [*faults, *written_out(spec.labels, "/labels")]
 
 

@@ -1,4 +1,4 @@
-"""What this node lets a job have: the factories that it may name, and the secrets that it refers to.
+"""What this node lets a job have: the factories and trackers that it may name, and the secrets that it refers to.
 
 The controller has refused the same before. This looks again, for a command that reached the inbox
 by another way, and because only the node has the secrets.
@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
-from services.contract.jobs.entry_points import EntryPoints, factories_of
+from services.contract.jobs.entry_points import EntryPoints, factories_of, trackers_of
 from services.contract.jobs.secret_references import references
 from services.contract.jobs.specs import JobSpec
 from services.contract.system.mask import MIN_SECRET_CHARACTERS
@@ -60,6 +60,11 @@ class Admission:
                 f"entrypoint: {spec.entrypoint.what} is not among MESHLOOM_FACTORY_PREFIXES of this "
                 "node"
             )
+        for field, server in trackers_of(spec):
+            if not self.factories.allows_tracker_of(spec, server):
+                raise NotAdmittedError(
+                    f"{field}: this server is not among MESHLOOM_TRACKER_SERVERS of this node"
+                )
         if spec.metrics is not None:
             names.update(references(spec.metrics.model_dump()))
         return {name: self._secret(name) for name in sorted(names)}
