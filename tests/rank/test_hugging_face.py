@@ -201,6 +201,30 @@ def test_a_folder_that_lacks_what_its_configuration_asks_for_is_named(tmp_path: 
         hf_causal_lm(model=str(tmp_path), overrides={"intermediate_size": 32})
 
 
+@pytest.mark.parametrize("name", ["subfolder", "_configuration_file", "gguf_file"])
+def test_no_field_that_is_changed_leads_to_a_configuration_elsewhere(
+    tmp_path: Path, name: str
+) -> None:
+    roots, elsewhere = tmp_path / "roots", tmp_path / "elsewhere"
+    saved("llama", roots / "a")
+    saved("llama", elsewhere)
+    (elsewhere / "config.json").write_text('{"model_type": "gpt2", "told": "another owner"}')
+    leads = {"subfolder": "../../elsewhere"}.get(name, "../../elsewhere/config.json")
+    with torch.device("meta"):
+        made: Any = hf_causal_lm(
+            "a", overrides={name: leads, "vocab_size": 128}, data_roots=(roots,)
+        )
+    files = made.first_values.files
+    assert "another owner" not in files["config.json"].decode()
+    assert made.config.vocab_size == 128
+
+
+def test_no_attention_is_loaded_from_the_hub(tmp_path: Path) -> None:
+    saved("llama", tmp_path)
+    with pytest.raises(ValueError, match="nothing is downloaded"):
+        hf_causal_lm(str(tmp_path), attn_implementation="somebody/attention")
+
+
 def test_a_classifier_draws_the_head_that_a_language_model_lacks(tmp_path: Path) -> None:
     language = saved("llama", tmp_path)
     with torch.device("meta"):

@@ -124,8 +124,17 @@ def _made(
     if not (folder / "config.json").is_file():
         field = "config" if model is None else "model"
         raise PretrainedFilesError(f"model.args.{field}: there is no {folder}/config.json")
-    settings = transformers.AutoConfig.from_pretrained(
-        folder, local_files_only=True, trust_remote_code=False, **(overrides or {})
+    if "/" in attn_implementation:
+        raise ValueError(
+            f"model.args.attn_implementation: {attn_implementation} is code of the Hub, and nothing is "
+            "downloaded; name one that the library has, such as sdpa"
+        )
+    own = {"local_files_only": True, "trust_remote_code": False}
+    kind_of_settings = type(transformers.AutoConfig.from_pretrained(folder, **own))
+    fields, _ = transformers.PretrainedConfig.get_config_dict(folder, **own)
+    # Only here: where a configuration is read, the library takes some of their names for other folders and files.
+    settings = kind_of_settings.from_dict(
+        fields, **{"name_or_path": str(folder), **(overrides or {})}
     )
     settings.use_cache = False  # of keys and values: for generation, and large
     made: nn.Module = getattr(transformers, kind).from_config(
