@@ -282,6 +282,15 @@ def test_an_upload_of_which_the_server_lost_a_part_begins_again(
     assert not [key for key in server.unfinished() if key.startswith(bucket.address.prefix + "/")]
 
 
+def test_why_a_server_is_away_names_no_password_of_its_address(
+    bucket: Bucket, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("AWS_ENDPOINT_URL_S3", "http://ada:a-password@127.0.0.1:9/")
+    with pytest.raises(StorageAwayError, match=r"http://127\.0\.0\.1:9/") as told:
+        bucket.read("record")
+    assert "a-password" not in str(told.value)
+
+
 def test_a_server_that_is_away_is_a_condition_too(
     bucket: Bucket, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -9,6 +9,7 @@ import contextlib
 import errno
 import hashlib
 import os
+import re
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -43,6 +44,8 @@ _DELETED_AT_ONCE: Final = 1_000
 _LONGEST_NAME: Final = 255
 _PROOF: Final = ".conditional-writes"
 _NONE_THERE: Final = "*"
+# Viewers read why a storage is away, and an endpoint may have a password.
+_USER_OF_URL: Final = re.compile(r"(?<=://)[^/\s]*@")
 # In its own words: a proxy whose server is away answers 404, too.
 _NOT_FOUND: Final = frozenset({"NoSuchKey", "NoSuchUpload"})
 _SPOILT: Final = frozenset({"InvalidPart", "InvalidPartOrder", "EntityTooSmall"})
@@ -424,7 +427,8 @@ class Bucket:
                 f"{self.address} answers {code} (HTTP {status}) to {error.operation_name}"
             ) from error
         except BotoCoreError as error:
-            raise StorageAwayError(f"{self.address} does not answer: {error}") from error
+            why = _USER_OF_URL.sub("", str(error))
+            raise StorageAwayError(f"{self.address} does not answer: {why}") from error
         except OSError:
             raise
         # The client checks little of what a proxy may answer in its place.
