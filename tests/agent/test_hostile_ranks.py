@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import fcntl
+import math
 import os
 import signal
 import subprocess
@@ -283,7 +284,8 @@ def test_the_last_words_of_many_ranks_that_end_at_once_are_not_heard_without_a_b
         gang._telemetry.mask = Slow({})
         gang.connect()
         for _, theirs in pipes.values():
-            os.write(theirs.writing, b'{"kind":"rank_finished","step":3,"drained":false}\n')
+            said = b'{"kind":"rank_finished","step":3,"drained":false}\n'
+            os.write(theirs.writing, b" " * 20_000 + said)
             theirs.close()
         for pid in pids.values():
             gang.reaped(pid, 0, None)
@@ -299,6 +301,45 @@ def test_the_last_words_of_many_ranks_that_end_at_once_are_not_heard_without_a_b
 
     with subprocess.Popen(["true"]) as one, subprocess.Popen(["true"]) as other:
         asyncio.run(run({0: one.pid, 1: other.pid}))
+
+
+@pytest.mark.parametrize("little", [True, False])
+def test_a_rank_whose_last_words_wait_for_those_of_others_does_not_hang(
+    little: bool,  # noqa: FBT001 the case
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A job that failed by its own mistake was told to hang, and used up a restart; short words are heard at once."""
+    now = [0.0]
+    monkeypatch.setattr(runtime, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    attempt = NodeFolder(tmp_path, NODE, shared_memory=tmp_path).attempt(JOB, 1)
+    attempt.path.mkdir(parents=True)
+
+    async def run(pid: int) -> None:
+        ours, theirs = PipeEnd.pair()
+        boards = {0: BoardReader.make(tmp_path / "board")}
+        seats = {0: watched(tmp_path)._seats[0]}
+        crew = Crew(seats=seats, store=None, pids={0: pid}, pipes={0: ours}, boards=boards)
+        gang = GangRuntime(crew, NODE, attempt, FolderFiles(tmp_path), lambda _: None)
+        gang.connect()
+        said = b'{"kind":"rank_failed","error":"ValueError: mine","traceback":"","step":3}\n'
+        os.write(theirs.writing, said if little else b" " * 20_000 + said)
+        theirs.close()
+        gang.tick()
+        monkeypatch.setattr(RankLink, "_rests_until", math.inf)
+        gang.reaped(pid, 1, None)
+        assert gang.ended is little
+        for _ in range(1000):
+            now[0] += 0.4
+            gang.tick()
+            await asyncio.sleep(0)
+        assert gang._state.hung_at is None
+        monkeypatch.setattr(RankLink, "_rests_until", 0.0)
+        gang.tick()
+        assert [each.error for each in gang.end().exits] == ["ValueError: mine"]
+
+    with subprocess.Popen(["true"]) as dead:
+        asyncio.run(run(dead.pid))
 
 
 def test_votes_that_are_refused_make_the_agents_log_no_longer(tmp_path: Path) -> None:

@@ -213,16 +213,21 @@ class GangRuntime:
         self._see_out()
 
     def _see_out(self) -> None:
-        """Take in the ends of ranks, in their order; those that come after last words that took the loop long at a later tick."""
-        while self._reaped and not RankLink.rests():
+        """Take in the ends of ranks, in their order; those that come after last words that took the loop long at a later tick.
+
+        Not those that said little last: a job that fails waits for no other that ends with a megabyte.
+        """
+        while self._reaped:
             pid = next(iter(self._reaped))
+            ended = [r.rank for r in self._state.ranks.values() if r.pid == pid and not r.ended]
+            if RankLink.rests() and any(self._links[rank].says_much() for rank in ended):
+                return
             exit_code, ended_by = self._reaped.pop(pid)
-            for rank in self._state.ranks.values():
-                if rank.pid == pid and not rank.ended:
-                    # What it said before it died counts before its death.
-                    self._links[rank.rank].hear_rest()
-                    by_itself = rank.rank in self._died_alone and not self._forker_gone
-                    self.happen(Exited(rank.rank, exit_code, ended_by, by_itself=by_itself))
+            for rank in ended:
+                # What it said before it died counts before its death.
+                self._links[rank].hear_rest()
+                by_itself = rank in self._died_alone and not self._forker_gone
+                self.happen(Exited(rank, exit_code, ended_by, by_itself=by_itself))
 
     def forker_gone(self, reason: str) -> None:
         """The warm process died: the kernel kills the ranks, and nobody reaps them for us."""
@@ -276,7 +281,8 @@ class GangRuntime:
                     if self.has(one.pid) and is_dying(one.pid):
                         self.reaped(one.pid, None, _SIGKILL)
             self._free_the_dead()
-            if not pauses:
+            # A rank that is dead, and whose last words wait, stands still and does not hang.
+            if not (pauses or self._reaped):
                 marks, usual_s = self._telemetry.marks(), self._telemetry.usual_step_s()
                 still = {rank for rank, mark in marks.items() if self._marks.get(rank) == mark}
                 self._marks = marks

@@ -108,6 +108,11 @@ class RankLink:
             self._take(received)
         RankLink._note(began, time.monotonic())
 
+    def says_much(self) -> bool:
+        """Whether what it has said and nobody has heard may take long."""
+        waiting = 0 if self.closed else _waiting_bytes(self._end.reading)
+        return len(self._unread) + waiting > _READ_BYTES
+
     @classmethod
     def rests(cls) -> bool:
         """Whether the loop has more to do now than to hear what ranks say, or said last."""
