@@ -31,9 +31,11 @@ _MOST_ALLOWED: Final = 8 * READ_BYTES_PER_S
 # To take the secrets out of a line of a megabyte may take half a second, out of a short one a hundredth, and a user
 # may have many ranks.
 LONG_S: Final = 0.05
-# More is a host that stood still. A second counts as 16 MiB that were read: else the first of many such ranks would be
-# the first after each rest, and others never be heard.
+# A line takes longer where the machine is busy, which is not its rank's fault, and more is a host that stood still. A
+# second counts as 16 MiB that were read: else the first of many such ranks would be the first after each rest, and
+# others never be heard.
 _MOST_CHARGED_S: Final = 0.5
+_MOST_RESTED_S: Final = 5.0
 _CHARGED_BYTES_PER_S: Final = 16 * READ_BYTES_PER_S
 _PIPE_BYTES: Final = 16 * os.sysconf("SC_PAGE_SIZE")  # of a pipe as the kernel makes it
 _COUNT: Final = struct.Struct("i")
@@ -120,16 +122,17 @@ class RankLink:
 
     @classmethod
     def _note(cls, began: float, now: float) -> float:
-        """Ranks were heard in this time; answers the seconds that count.
+        """Ranks were heard in this time; answers the seconds that count for one.
 
         Many lines that each take a hundredth of a second are one that takes long.
         """
-        took_s = min(now - began, _MOST_CHARGED_S)
+        # All of it, however busy the machine is: what else the loop has to do takes longer there, too.
+        took_s = min(now - began, _MOST_RESTED_S)
         cls._heard_s = max(cls._heard_s - max(began - cls._heard_at, 0.0), 0.0) + took_s
         cls._heard_at = now
         if cls._heard_s > LONG_S:
             cls._rests_until = now + cls._heard_s
-        return took_s
+        return min(took_s, _MOST_CHARGED_S)
 
     def look(self, *, pauses: bool = False) -> None:
         """Go on with a pipe that had to wait, unless it ``pauses``; to be called ten times a second."""
