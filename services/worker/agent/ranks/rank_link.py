@@ -23,6 +23,8 @@ from services.contract.system.mask import Mask
 from services.contract.system.pipe_end import PipeEnd
 
 _READ_BYTES: Final = 16_384
+# An error with its traceback. Hundreds of ranks may end at once, and each kilobyte may take the tenth of a millisecond.
+_LITTLE_BYTES: Final = 8_192
 # Most lines become facts, which the one controller takes in turn, those of all jobs: each counts as
 # so many bytes.
 _BYTES_A_LINE: Final = 16_384
@@ -113,7 +115,7 @@ class RankLink:
     def says_much(self) -> bool:
         """Whether what it has said and nobody has heard may take long."""
         waiting = 0 if self.closed else _waiting_bytes(self._end.reading)
-        return len(self._unread) + waiting > _READ_BYTES
+        return len(self._unread) + waiting > _LITTLE_BYTES
 
     @classmethod
     def rests(cls) -> bool:
