@@ -159,8 +159,11 @@ class CommContext:
         """`root` communicates here from now on."""
         self._roots.add(root)
 
-    def recover_failed(self, besides: Recoverable) -> None:
-        """Drops what backwards that raised left in flight, before another root, `besides`, lands it."""
+    def recover_failed(self, besides: Recoverable | None = None) -> None:
+        """Drops what backwards that raised left in flight, before another root, `besides`, lands it.
+
+        A backward that goes on has not raised, so within one nobody need be excepted.
+        """
         if self.has_several_roots:
             for root in [each for each in self._roots if each is not besides]:
                 root.recover_if_failed()
@@ -227,6 +230,8 @@ class CommContext:
         averages, self._averages = self._averages, []
         for pending in averages:
             pending.land(self)
+            # A parameter's hook may have run another root's backward, which raised.
+            self.recover_failed()
 
     def drop_averages(self) -> None:
         """Waits for them and forgets their results."""

@@ -303,6 +303,8 @@ class RootContext:
         self.shared.recover_failed(self)
         for pending in self.reduces.room_for_one():
             pending.land(self.comm)
+            # A parameter's hook may have run another root's backward, which raised.
+            self.shared.recover_failed(self)
 
     def end_backward(self) -> None:
         """Ends the backward of all units; a pipeline calls it for gradients that it held."""

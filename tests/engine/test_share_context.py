@@ -167,15 +167,17 @@ class Meanwhile(torch.autograd.Function):
 
 @pytest.mark.parametrize("goes_on", [False, True], ids=["is given up", "goes on"])
 @pytest.mark.parametrize("block", [0, 1], ids=["late", "at once"])
+@pytest.mark.parametrize("in_hook", [False, True], ids=["in the graph", "in a parameter's hook"])
 def test_a_root_whose_backward_raised_within_that_of_another_takes_and_leaves_nothing(
-    gangs: Gangs, block: int, *, goes_on: bool
+    gangs: Gangs, block: int, *, goes_on: bool, in_hook: bool
 ) -> None:
-    gangs(2).run(check_failed_within, block, goes_on)
+    gangs(2).run(check_failed_within, block, goes_on, in_hook)
 
 
-def check_failed_within(ctx: RankContext, block: int, goes_on: bool) -> None:  # noqa: FBT001 - shipped positionally
+def check_failed_within(ctx: RankContext, block: int, goes_on: bool, in_hook: bool) -> None:  # noqa: FBT001 - shipped positionally
     expected, found = (
-        grads_around(ctx, block if fails else None, goes_on=goes_on) for fails in (False, True)
+        grads_around(ctx, block if fails else None, goes_on=goes_on, in_hook=in_hook)
+        for fails in (False, True)
     )
     assert expected.keys() == found.keys()
     for name, grad in found.items():
@@ -183,7 +185,7 @@ def check_failed_within(ctx: RankContext, block: int, goes_on: bool) -> None:  #
 
 
 def grads_around(
-    ctx: RankContext, fails_at: int | None, *, goes_on: bool
+    ctx: RankContext, fails_at: int | None, *, goes_on: bool, in_hook: bool
 ) -> dict[str, torch.Tensor | None]:
     """Of two roots, after a backward of the second during which one of the first may have raised."""
     chunks = [sharded_chunk(ctx, index, fully_shard) for index in range(2)]
@@ -203,8 +205,13 @@ def grads_around(
         if goes_on:
             torch.autograd.backward(first(ctx.batch(1, 3, WIDTH)).square().sum())
 
-    second.blocks[0].register_forward_hook(lambda _, __, out: Meanwhile.of(out, go_through_first))
-    torch.autograd.backward(second(ctx.batch(2, 3, WIDTH)).square().sum())
+    if in_hook:
+        param = next(second.blocks[1].parameters())
+        param.register_post_accumulate_grad_hook(lambda _: go_through_first())
+    else:
+        block = second.blocks[0]
+        block.register_forward_hook(lambda _, __, out: Meanwhile.of(out, go_through_first))
+    torch.autograd.backward(second(ctx.batch(2, 3, WIDTH).requires_grad_()).square().sum())
     return {
         f"{index} {name}": None if param.grad is None else local(param.grad)
         for index, chunk in enumerate(chunks)
