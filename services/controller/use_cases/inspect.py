@@ -9,6 +9,7 @@ from services.contract.api.views import (
     RankList,
     RankView,
 )
+from services.contract.system.long_work import in_turns
 from services.contract.words.states import JobState
 from services.controller.domain.errors import NotFoundError, no_node
 from services.controller.domain.scheduling.node import Node
@@ -29,7 +30,7 @@ async def list_ranks(ports: Ports, job_id: str) -> RankList:
     return RankList(
         attempt=stored.job.fence,
         throughput_unit=stored.job.throughput_unit,
-        items=rank_views(stored.job, samples),
+        items=tuple([view async for view in in_turns(rank_views(stored.job, samples))]),
     )
 
 

@@ -2,7 +2,7 @@
 
 import signal
 import statistics
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from datetime import UTC, datetime
 from typing import Final, Literal
 
@@ -174,10 +174,10 @@ def _seconds(start_ms: int | None, end_ms: int | None) -> float | None:
     return None if start_ms is None or end_ms is None else max(end_ms - start_ms, 0) / 1000
 
 
-def rank_views(job: Job, samples: Mapping[int, RankSample]) -> tuple[RankView, ...]:
+def rank_views(job: Job, samples: Mapping[int, RankSample]) -> Iterator[RankView]:
     """The ranks of the newest attempt; one that was not seen yet is PENDING."""
     if job.plan is None:
-        return ()
+        return
     current = {rank: sample for rank, sample in samples.items() if sample.fence == job.fence}
     foremost: dict[str, int] = {}
     for sample in current.values():
@@ -185,18 +185,18 @@ def rank_views(job: Job, samples: Mapping[int, RankSample]) -> tuple[RankView, .
             foremost[group] = max(foremost.get(group, 0), number)
     # Nobody waits for a rank that has ended, or is drained.
     slowest = _slowest(current.values()) if job.state == JobState.RUNNING else None
-    return tuple(
-        RankView(
-            rank=seat.rank,
-            local_rank=seat.local_rank,
-            node_id=seat.node_id,
-            device=seat.device,
-            phase=_NOT_SEEN_YET,
-        )
-        if seat.rank not in current
-        else _rank_view(current[seat.rank], foremost, is_straggler=seat.rank == slowest)
-        for seat in job.plan.ranks
-    )
+    for seat in job.plan.ranks:
+        if seat.rank in current:
+            is_straggler = seat.rank == slowest
+            yield _rank_view(current[seat.rank], foremost, is_straggler=is_straggler)
+        else:
+            yield RankView(
+                rank=seat.rank,
+                local_rank=seat.local_rank,
+                node_id=seat.node_id,
+                device=seat.device,
+                phase=_NOT_SEEN_YET,
+            )
 
 
 def diagnosis_view(
