@@ -180,18 +180,24 @@ class NodeCommands:
         return ()
 
     async def remove_again(self, command: RetireCheckpoint) -> Sequence[Fact]:
-        """Carry a deletion out that the storage refused; nothing, where its job was purged meanwhile."""
-        if command.checkpoint_id not in self._refused:
+        """Carry a deletion out that the storage refused; nothing, where its job was purged meanwhile.
+
+        Nor where it was refused again meanwhile, as one of a newer attempt: that one counts.
+        """
+        if self._refused.get(command.checkpoint_id) != command:
             return ()
         try:
-            folder = self._storage.root / command.job_id
-            is_there = await in_storage_thread(self._storage.files.holds, folder)
+            is_there = await in_storage_thread(self._has_job, command.job_id)
         except OSError:
             return ()
         if not is_there:  # another node did it: a record would bring the job's folder back
             del self._refused[command.checkpoint_id]
             return ()
         return await self._retire(command)
+
+    def _has_job(self, job_id: str) -> bool:
+        self._storage.files.require_known()  # where nothing is mounted, no job was purged
+        return self._storage.files.holds(self._storage.root / job_id)
 
     async def _retire(self, command: RetireCheckpoint) -> Sequence[Fact]:
         self._refused.pop(command.checkpoint_id, None)

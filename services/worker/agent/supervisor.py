@@ -265,11 +265,17 @@ class Supervisor:
         while True:
             await asyncio.sleep(every_s)
             for command in self._node_commands.refused_removals:
-                async with self._lanes[_lane(command)]:
-                    for fact in await self._node_commands.remove_again(command):
-                        self._tell(fact)
+                try:
+                    await self._remove_again(command)
+                except Exception:  # noqa: BLE001 the agent outlives any one command
+                    _log.exception("removal_failed", checkpoint=command.checkpoint_id)
                 if command in self._node_commands.refused_removals:
                     break
+
+    async def _remove_again(self, command: RetireCheckpoint) -> None:
+        async with self._lanes[_lane(command)]:
+            for fact in await self._node_commands.remove_again(command):
+                self._tell(fact)
 
     def condemn_all(self, reason: str) -> None:
         """Kill all gangs."""

@@ -104,3 +104,74 @@ def test_of_a_job_that_was_purged_meanwhile_nothing_comes_back(
 
     asyncio.run(carry_out())
     assert bucket.names() == set()
+
+
+def test_where_the_storage_is_not_mounted_for_a_while_no_removal_is_forgotten(
+    tmp_path: Path,
+) -> None:
+    place = Place(tmp_path / "storage", None, "")
+    storage = place.on(NODE)
+    storage.files.identity()
+    storage.open_attempt(launch(1))
+    old, new = place.save(NODE, 1), place.save(NODE, 2)
+    for manifest in (old, new):
+        storage.commit(commit(manifest))
+    nothing: Any = None
+    node = NodeCommands(NODE, storage, nothing, nothing, nothing, nothing)
+
+    async def carry_out() -> None:
+        place.folder.rename(tmp_path / "away")
+        place.folder.mkdir()
+        assert await node.to(removal(old), lambda: False) == ()
+        assert await node.remove_again(*node.refused_removals) == ()
+        place.folder.rmdir()
+        (tmp_path / "away").rename(place.folder)
+        (told,) = await node.remove_again(*node.refused_removals)
+        assert isinstance(told, CheckpointRetired)
+
+    asyncio.run(carry_out())
+
+
+def test_what_a_newer_attempt_asked_for_meanwhile_counts(
+    bucket: Place, supervisor: Supervisor, node: NodeCommands, old: Manifest
+) -> None:
+    async def carry_out() -> None:
+        await refused(bucket, supervisor, old, Fault(code="AccessDenied", status=403))
+        (earlier,) = node.refused_removals
+        bucket.on(NODE).open_attempt(launch(2))
+        newer = removal(old).model_copy(update={"fence": 2})
+        assert bucket.server is not None
+        bucket.server.fail(Fault(code="AccessDenied", status=403))
+        await supervisor.handle(newer)
+        bucket.server.repair()
+        assert await node.remove_again(earlier) == ()
+        (told,) = await node.remove_again(*node.refused_removals)
+        assert isinstance(told, CheckpointRetired)
+
+    asyncio.run(carry_out())
+
+
+def test_a_removal_that_breaks_does_not_end_the_agent(
+    bucket: Place,
+    supervisor: Supervisor,
+    told: asyncio.Queue[Fact],
+    old: Manifest,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    broken = iter([ValueError("broken")])
+    holds = bucket.on(NODE).files.holds
+
+    def breaks_once(folder: Path) -> bool:
+        for error in broken:
+            raise error
+        return holds(folder)
+
+    async def carry_out() -> None:
+        await refused(bucket, supervisor, old, Fault(code="AccessDenied", status=403))
+        monkeypatch.setattr(bucket.on(NODE).files, "holds", breaks_once)
+        retrying = asyncio.create_task(supervisor.retry_removals(AGAIN_S))
+        async with asyncio.timeout(30):
+            assert isinstance(await told.get(), CheckpointRetired)
+        retrying.cancel()
+
+    asyncio.run(carry_out())
