@@ -259,10 +259,11 @@ def gang_of(
     return GangRuntime(crew, NODE, attempt, FolderFiles(root), tell)
 
 
+@pytest.mark.parametrize("blank_bytes", [20_000, 1_000])
 def test_the_last_words_of_many_ranks_that_end_at_once_are_not_heard_without_a_break(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    blank_bytes: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A megabyte of each may take half a second: of two dozen the node's lease ran out meanwhile."""
+    """A megabyte of each may take half a second, and so may a hundred short lines: the node's lease ran out meanwhile."""
     now = [0.0]
 
     class Slow(Mask):
@@ -271,8 +272,8 @@ def test_the_last_words_of_many_ranks_that_end_at_once_are_not_heard_without_a_b
             return line
 
     monkeypatch.setattr(rank_link, "time", SimpleNamespace(monotonic=lambda: now[0]))
-    for name in ("_rests_until", "_heard_s", "_heard_at"):
-        monkeypatch.setattr(RankLink, name, 0.0)
+    for share in ("_of_all", "_of_little"):
+        monkeypatch.setattr(RankLink, share, rank_link._Share())
     attempt = NodeFolder(tmp_path, NODE, shared_memory=tmp_path).attempt(JOB, 1)
     attempt.path.mkdir(parents=True)
 
@@ -285,7 +286,7 @@ def test_the_last_words_of_many_ranks_that_end_at_once_are_not_heard_without_a_b
         gang.connect()
         for _, theirs in pipes.values():
             said = b'{"kind":"rank_finished","step":3,"drained":false}\n'
-            os.write(theirs.writing, b" " * 20_000 + said)
+            os.write(theirs.writing, b" " * blank_bytes + said)
             theirs.close()
         for pid in pids.values():
             gang.reaped(pid, 0, None)
@@ -311,6 +312,7 @@ def test_a_rank_whose_last_words_wait_for_those_of_others_does_not_hang(
 ) -> None:
     """A job that failed by its own mistake was told to hang, and used up a restart; short words are heard at once."""
     now = [0.0]
+    monkeypatch.setattr(RankLink, "_of_little", rank_link._Share())
     monkeypatch.setattr(runtime, "time", SimpleNamespace(monotonic=lambda: now[0]))
     attempt = NodeFolder(tmp_path, NODE, shared_memory=tmp_path).attempt(JOB, 1)
     attempt.path.mkdir(parents=True)
@@ -326,7 +328,7 @@ def test_a_rank_whose_last_words_wait_for_those_of_others_does_not_hang(
         os.write(theirs.writing, said if little else b" " * 20_000 + said)
         theirs.close()
         gang.tick()
-        monkeypatch.setattr(RankLink, "_rests_until", math.inf)
+        monkeypatch.setattr(RankLink._of_all, "_rests_until", math.inf)
         gang.reaped(pid, 1, None)
         assert gang.ended is little
         for _ in range(1000):
@@ -334,7 +336,7 @@ def test_a_rank_whose_last_words_wait_for_those_of_others_does_not_hang(
             gang.tick()
             await asyncio.sleep(0)
         assert gang._state.hung_at is None
-        monkeypatch.setattr(RankLink, "_rests_until", 0.0)
+        monkeypatch.setattr(RankLink._of_all, "_rests_until", 0.0)
         gang.tick()
         assert [each.error for each in gang.end().exits] == ["ValueError: mine"]
 

@@ -38,7 +38,7 @@ from tests.agent.conftest import JOB, NODE
 def never_rests(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing takes long, however busy the machine is; but where a test says what does."""
     monkeypatch.setattr(rank_link, "LONG_S", math.inf)
-    monkeypatch.setattr(RankLink, "_rests_until", 0.0)
+    monkeypatch.setattr(RankLink, "_of_all", rank_link._Share())
 
 
 FINISHED = b'{"kind":"rank_finished","step":3,"drained":false}\n'
@@ -276,8 +276,7 @@ class Clock:
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     clock = Clock()
     monkeypatch.setattr(rank_link, "time", clock)
-    for name in ("_rests_until", "_heard_s", "_heard_at"):
-        monkeypatch.setattr(RankLink, name, 0.0)
+    monkeypatch.setattr(RankLink, "_of_all", rank_link._Share())
     return clock
 
 

@@ -215,12 +215,12 @@ class GangRuntime:
     def _see_out(self) -> None:
         """Take in the ends of ranks, in their order; those that come after last words that took the loop long at a later tick.
 
-        Not those that said little last: a job that fails waits for no other that ends with a megabyte.
+        Those that said little last wait for such alone: a job that fails waits for no other that ends with a megabyte.
         """
         while self._reaped:
             pid = next(iter(self._reaped))
             ended = [r.rank for r in self._state.ranks.values() if r.pid == pid and not r.ended]
-            if RankLink.rests() and any(self._links[rank].says_much() for rank in ended):
+            if any(self._links[rank].rest_waits() for rank in ended):
                 return
             exit_code, ended_by = self._reaped.pop(pid)
             for rank in ended:

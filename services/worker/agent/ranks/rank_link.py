@@ -43,6 +43,32 @@ _PIPE_BYTES: Final = 16 * os.sysconf("SC_PAGE_SIZE")  # of a pipe as the kernel 
 _COUNT: Final = struct.Struct("i")
 
 
+class _Share:
+    """Half of the loop's time at most: it has more to do than to hear what ranks say, such as the node's lease."""
+
+    def __init__(self) -> None:
+        self._rests_until = 0.0
+        self._heard_s = 0.0
+        """For so long ranks were heard, less the time that the loop has had for all else since."""
+        self._heard_at = 0.0
+
+    def rests(self, now: float) -> bool:
+        """Whether the loop has more to do now."""
+        return now < self._rests_until
+
+    def note(self, began: float, now: float) -> None:
+        """Ranks were heard in this time.
+
+        Many lines that each take a hundredth of a second are one that takes long.
+        """
+        # All of it, however busy the machine is: what else the loop has to do takes longer there, too.
+        took_s = min(now - began, _MOST_RESTED_S)
+        self._heard_s = max(self._heard_s - max(began - self._heard_at, 0.0), 0.0) + took_s
+        self._heard_at = now
+        if self._heard_s > LONG_S:
+            self._rests_until = now + self._heard_s
+
+
 class RankLink:
     """Hears a rank until it, and whatever inherited its end, is gone.
 
@@ -54,11 +80,9 @@ class RankLink:
         mask: Takes secrets out of what it says.
     """
 
-    _rests_until: ClassVar[float] = 0.0
-    """Until then none is heard: what ranks said took long, and the loop has more to do, such as the node's lease."""
-    _heard_s: ClassVar[float] = 0.0
-    """For so long ranks were heard, less the time that the loop has had for all else since."""
-    _heard_at: ClassVar[float] = 0.0
+    _of_all: ClassVar[_Share] = _Share()
+    _of_little: ClassVar[_Share] = _Share()
+    """Of ranks that are dead and said little last: their ends wait for each other's alone."""
 
     def __init__(
         self,
@@ -92,8 +116,9 @@ class RankLink:
             before = self._allowance
             self._take(self._receive(_READ_BYTES))
             now = time.monotonic()
-            took_s = RankLink._note(began, now)
-            self._allowance = min(self._allowance, before - took_s * _CHARGED_BYTES_PER_S)
+            RankLink._of_all.note(began, now)
+            charged = min(now - began, _MOST_CHARGED_S) * _CHARGED_BYTES_PER_S
+            self._allowance = min(self._allowance, before - charged)
         if self._must_wait(now) and not self.closed:
             self._is_waiting = True
             asyncio.get_running_loop().remove_reader(self._end.reading)
@@ -104,37 +129,30 @@ class RankLink:
         For a rank that is dead. Of one that has made its pipe longer, for as many last words as take an
         agent minutes, no more than a pipe holds as it was made: ``hear`` goes on with the rest.
         """
+        says_much = self._says_much()
         rest = 0 if self.closed else min(_waiting_bytes(self._end.reading), _PIPE_BYTES)
         began = time.monotonic()
         while rest > 0 and not self.closed:
             received = self._receive(min(rest, _READ_BYTES))
             rest -= max(len(received), 1)
             self._take(received)
-        RankLink._note(began, time.monotonic())
+        now = time.monotonic()
+        RankLink._of_all.note(began, now)
+        if not says_much:
+            RankLink._of_little.note(began, now)
 
-    def says_much(self) -> bool:
+    def rest_waits(self) -> bool:
+        """Whether the loop has more to do now than to hear what it said last.
+
+        Little waits for nobody's much. But it may be a hundred short lines, which of a hundred ranks take seconds.
+        """
+        share = RankLink._of_all if self._says_much() else RankLink._of_little
+        return share.rests(time.monotonic())
+
+    def _says_much(self) -> bool:
         """Whether what it has said and nobody has heard may take long."""
         waiting = 0 if self.closed else _waiting_bytes(self._end.reading)
         return len(self._unread) + waiting > _LITTLE_BYTES
-
-    @classmethod
-    def rests(cls) -> bool:
-        """Whether the loop has more to do now than to hear what ranks say, or said last."""
-        return time.monotonic() < cls._rests_until
-
-    @classmethod
-    def _note(cls, began: float, now: float) -> float:
-        """Ranks were heard in this time; answers the seconds that count for one.
-
-        Many lines that each take a hundredth of a second are one that takes long.
-        """
-        # All of it, however busy the machine is: what else the loop has to do takes longer there, too.
-        took_s = min(now - began, _MOST_RESTED_S)
-        cls._heard_s = max(cls._heard_s - max(began - cls._heard_at, 0.0), 0.0) + took_s
-        cls._heard_at = now
-        if cls._heard_s > LONG_S:
-            cls._rests_until = now + cls._heard_s
-        return min(took_s, _MOST_CHARGED_S)
 
     def look(self, *, pauses: bool = False) -> None:
         """Go on with a pipe that had to wait, unless it ``pauses``; to be called ten times a second."""
@@ -152,7 +170,7 @@ class RankLink:
             asyncio.get_running_loop().add_reader(self._end.reading, self.hear)
 
     def _must_wait(self, now: float) -> bool:
-        return self._allowance <= 0 or now < RankLink._rests_until
+        return self._allowance <= 0 or RankLink._of_all.rests(now)
 
     def send(self, order: RankOrder) -> None:
         """Give an order; a rank that is gone, or reads nothing for ages, misses it."""
