@@ -344,6 +344,41 @@ def test_a_rank_whose_last_words_wait_for_those_of_others_does_not_hang(
         asyncio.run(run(dead.pid))
 
 
+def test_what_a_rank_left_behind_cannot_keep_its_gang_from_its_end_by_votes_without_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The job was told to run for ever, with no process of its ranks, until somebody stopped it."""
+    now = [0.0]
+    monkeypatch.setattr(runtime, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    monkeypatch.setattr(RankLink, "_of_all", rank_link._Share())
+    attempt = NodeFolder(tmp_path, NODE, shared_memory=tmp_path).attempt(JOB, 1)
+    attempt.path.mkdir(parents=True)
+    asked: list[int] = []
+
+    async def run(pid: int) -> None:
+        ours, theirs = PipeEnd.pair()
+        seats = {0: watched(tmp_path)._seats[0]}
+        crew = Crew(seats=seats, store=None, pids={0: pid}, pipes={0: ours}, boards={})
+        gang = GangRuntime(crew, NODE, attempt, FolderFiles(tmp_path), lambda _: None)
+        monkeypatch.setattr(gang._votes, "check", lambda _, vote: asked.append(vote.step))
+        gang.connect()
+        os.write(theirs.writing, b'{"kind":"rank_finished","step":3,"drained":false}\n')
+        gang.reaped(pid, 0, None)
+        for step in (4, 5, 6):
+            shard = ShardFile(rank=0, name="shard", bytes=1, sha256="0" * 64)
+            named = checkpoint_id(JOB, step, 1)
+            vote = RankVote(checkpoint_id=named, step=step, shard=shard)
+            with contextlib.suppress(BrokenPipeError):
+                os.write(theirs.writing, vote.model_dump_json().encode() + b"\n")
+            assert gang.silent() is (step > 4)
+            now[0] += 3.0
+        theirs.close()
+
+    with subprocess.Popen(["true"]) as dead:
+        asyncio.run(run(dead.pid))
+    assert asked == [4, 5]
+
+
 def test_votes_that_are_refused_make_the_agents_log_no_longer(tmp_path: Path) -> None:
     """A rank may send them for as long as it lives, and nobody can purge that log."""
     attempt = NodeFolder(tmp_path, NODE, shared_memory=tmp_path).attempt(JOB, 1)

@@ -306,6 +306,8 @@ class GangRuntime:
         waits = time.monotonic() <= self._ended_at + _PIPE_END_S
         if waits and not all(link.closed for link in self._links.values()):
             return False
+        for link in self._links.values():
+            link.close()  # else what was left behind could vote on, and each vote is waited for
         is_idle = self._votes.is_idle and self._traces.is_idle
         return is_idle or (self._state.stopped is not None and not waits)
 
