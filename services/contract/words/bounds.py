@@ -142,7 +142,10 @@ def _few_of_the_user(values: object) -> object:
 
 def metric_name(name: str) -> str:
     """A metric's name as it is kept: printable, without commas, of at most 64 characters."""
-    plain = "".join(c if c.isprintable() and c != "," else "_" for c in _masked(name))
+    # One letter more tells that it is cut; a job may have millions of names, nearly all of them plain.
+    plain = _masked(name)[: METRIC_NAME_CHARACTERS + 1]
+    if not plain.isprintable() or "," in plain:
+        plain = "".join(c if c.isprintable() and c != "," else "_" for c in plain)
     if len(plain) > METRIC_NAME_CHARACTERS:
         return plain[: METRIC_NAME_CHARACTERS - 1] + "…"
     return plain or "_"

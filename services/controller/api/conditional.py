@@ -11,14 +11,16 @@ from typing import Final
 
 from fastapi import Request, Response
 from pydantic import BaseModel
+from pydantic_core import to_json
 
 from services.contract.api.access import TokenList
 from services.contract.api.queue import QueueView
-from services.contract.api.views import JobPage, JobView
+from services.contract.api.views import JobPage, JobView, MetricsPart, MetricsView
 from services.contract.system.long_work import in_turns
 from services.controller.domain.errors import PreconditionRequiredError
 
 _DIGEST_BYTES: Final = 12
+_LONG: Final = ("items", "user_metrics")
 # A weak tag (``W/"…"``) never matches a change.
 _REVISION: Final = re.compile(r'(?:^|,)\s*"([0-9]{1,9})\.[0-9a-f]*"')
 
@@ -53,7 +55,7 @@ def _answer(
 
 async def answer_page(
     request: Request,
-    page: JobPage | QueueView | TokenList,
+    page: JobPage | QueueView | TokenList | MetricsView | MetricsPart,
     *,
     headers: dict[str, str] | None = None,
     fields: set[str] | None = None,
@@ -63,12 +65,18 @@ async def answer_page(
     ``fields``: only these of each item; None: all.
     """
 
-    def text(item: BaseModel) -> str:
+    def text(item: BaseModel | dict[str, int | float | None]) -> str:
+        if not isinstance(item, BaseModel):
+            return to_json(item).decode()
         return _text(item) if fields is None else item.model_dump_json(include=fields)
 
-    items = [text(item) async for item in in_turns(page.items)]
-    rest = page.model_dump_json(exclude={"items"})[1:-1]
-    body = f'{{"items":[{",".join(items)}]{"," if rest else ""}{rest}}}'.encode()
+    parts = []
+    for name in _LONG:
+        if name in type(page).model_fields:
+            items = [text(item) async for item in in_turns(getattr(page, name))]
+            parts.append(f'"{name}":[{",".join(items)}]')
+    rest = page.model_dump_json(exclude=set(_LONG))[1:-1]
+    body = f"{{{','.join([*parts, rest] if rest else parts)}}}".encode()
     return _answer(request, body, headers=headers)
 
 

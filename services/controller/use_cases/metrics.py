@@ -6,6 +6,7 @@ from typing import Any, Final, TypeVar
 
 from services.contract.api.views import MetricPoint, MetricsPart, MetricsView, StepView
 from services.contract.messages.telemetry import MetricRecord, StepRecord
+from services.contract.system.long_work import in_turns
 from services.contract.words.bounds import METRIC_NAMES_KEPT
 from services.contract.words.problems import Fault
 from services.controller.domain.errors import InvalidRequestError
@@ -53,11 +54,11 @@ async def get_metrics(ports: Ports, job_id: str, wanted: StepRange) -> MetricsVi
         steps = await ports.telemetry.steps(job_id)
         told = await ports.telemetry.metrics(job_id)
     inside = _inside(newest_of_each_step(steps), wanted)
-    names = _names(told)
-    points = thin_out(_inside(_points(told, frozenset(names.kept)), wanted), wanted.max_points)
+    names = await _names(told)
+    points = await _points(told, frozenset(names.kept))
     return MetricsView(
         items=tuple(_step_views(job, thin_out(inside, wanted.max_points))),
-        user_metrics=tuple(points),
+        user_metrics=tuple(thin_out(_inside(points, wanted), wanted.max_points)),
         total=len(inside),
         **_in_common(job, wanted, names),
     )
@@ -78,7 +79,7 @@ async def get_some_metrics(
     async with brought_back(ports, job):
         told = await ports.telemetry.metrics(job_id)
         steps = await ports.telemetry.steps(job_id) if figures else []
-    names = _names(told)
+    names = await _names(told)
     unknown = sorted(asked - _FIGURES - set(names.kept))
     if unknown:
         known = ", ".join([*sorted(_FIGURES), *names.kept])
@@ -92,7 +93,7 @@ async def get_some_metrics(
         for view in _step_views(job, thin_out(inside, wanted.max_points)):
             rows[view.step, view.fence] = view.model_dump(include=set(figures | _KEYS))
     if of_user := asked - _FIGURES:
-        points = _inside(_points(told, of_user), wanted)
+        points = _inside(await _points(told, of_user), wanted)
         total = max(total, len(points))
         for point in thin_out(points, wanted.max_points):
             row = rows.setdefault(
@@ -122,21 +123,21 @@ def thin_out(records: list[_Any], max_points: int) -> list[_Any]:
     return [records[index] for index in indices]
 
 
-def _names(told: Iterable[MetricRecord]) -> _Names:
+async def _names(told: Iterable[MetricRecord]) -> _Names:
     """As each attempt has a bound of its own, so has the job: the first 64 names."""
     seen: dict[str, None] = {}
     left_out = 0
-    for record in told:
+    async for record in in_turns(told):
         seen |= dict.fromkeys(record.values)
         left_out = max(left_out, record.left_out)
     kept = tuple(seen)[:METRIC_NAMES_KEPT]
     return _Names(tuple(sorted(kept)), left_out + len(seen) - len(kept))
 
 
-def _points(told: Iterable[MetricRecord], names: frozenset[str]) -> list[MetricPoint]:
+async def _points(told: Iterable[MetricRecord], names: frozenset[str]) -> list[MetricPoint]:
     """One a step, with the values that were told at it; a newer attempt takes an older one's place."""
     newest: dict[int, MetricPoint] = {}
-    for record in told:
+    async for record in in_turns(told):
         values = {name: value for name, value in record.values.items() if name in names}
         known = newest.get(record.step)
         if not values or (known is not None and record.fence < known.fence):

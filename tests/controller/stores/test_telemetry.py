@@ -1,18 +1,24 @@
 """What ranks tell, in Redis and in memory."""
 
+import asyncio
+from collections.abc import Callable, Iterable
+
 import pytest
 from redis import Redis
 
 from services.contract.api.views import StopRequest
 from services.contract.messages.telemetry import MetricRecord, RankStacks, StepRecord
 from services.contract.redis import redis_keys as keys
+from services.contract.system import long_work
 from services.controller.adapters.redis import redis_ports
+from services.controller.adapters.redis.connection import Unreadable
 from services.controller.adapters.redis.telemetry_names import TelemetryNames
 from services.controller.domain.decisions.history import Occurrence
 from services.controller.domain.errors import CursorExpiredError
 from services.controller.domain.job.events import KillAsked, PauseAsked, ResumeAsked
 from services.controller.ports.machines import Log
 from services.controller.use_cases.change import apply_events
+from services.controller.use_cases.metrics import StepRange, get_metrics, get_some_metrics
 from tests.controller.histories import NODE
 from tests.controller.stores.worlds import ACTOR, OutsideRedis, World, job
 
@@ -119,3 +125,66 @@ async def test_a_name_that_is_secret_is_not_shown(redis_url: str) -> None:
             redis.delete(stream)
             assert await ports.telemetry.steps(name) == []
             assert ports.unreadable() == ()
+
+
+async def test_of_a_history_few_records_are_read_before_others_have_their_turn(
+    redis_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two thousand of 64 names take a second, and the same loop renews the lead."""
+    rounds, read_at = 0, list[int]()
+    read_all = Unreadable.read_all
+
+    def noted(
+        self: Unreadable, key: str, parse: Callable[[str], object], texts: Iterable[str]
+    ) -> list[object]:
+        few = list(texts)
+        assert len(few) <= 100
+        read_at.append(rounds)
+        return read_all(self, key, parse, few)
+
+    async def go_round() -> None:
+        nonlocal rounds
+        while True:
+            rounds += 1
+            await asyncio.sleep(0)
+
+    with Redis.from_url(redis_url, decode_responses=True) as redis:
+        async with redis_ports(redis_url) as ports:
+            outside, name = OutsideRedis(redis), job().id
+            for step in range(1, 251):
+                outside.metric(name, MetricRecord(step=step, fence=1, values={"hits": step}))
+            monkeypatch.setattr(Unreadable, "read_all", noted)
+            going = asyncio.create_task(go_round())
+            assert len(await ports.telemetry.metrics(name)) == 250
+            assert len((await ports.telemetry.last_metrics([name], 250))[name]) == 250
+            going.cancel()
+    assert len(read_at) == 6
+    assert read_at == sorted(set(read_at))
+
+
+@pytest.mark.parametrize("world", ["memory"], indirect=True)
+async def test_while_metrics_are_worked_out_others_have_their_turns(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of 50 000 records with 64 names each this takes seconds."""
+    monkeypatch.setattr(long_work, "_TURN_S", -1.0)
+    rounds = 0
+
+    async def go_round() -> None:
+        nonlocal rounds
+        while True:
+            rounds += 1
+            await asyncio.sleep(0)
+
+    name = (await world.keep(job())).job.id
+    for step in range(1, 101):
+        world.outside.metric(name, MetricRecord(step=step, fence=1, values={"hits": step}))
+    going = asyncio.create_task(go_round())
+    whole = await get_metrics(world.ports, name, StepRange())
+    assert [point.step for point in whole.user_metrics] == list(range(1, 101))
+    assert rounds >= 200  # for the names, and for the points
+    rounds = 0
+    part = await get_some_metrics(world.ports, name, StepRange(), frozenset({"hits"}))
+    assert len(part.items) == 100
+    assert rounds >= 200
+    going.cancel()

@@ -58,6 +58,8 @@ _LONGEST_EVENTS: Final = 128 << 20
 # the first is refused. Between so many samples others have the loop.
 _PARTS_OF_A_SAMPLE: Final = 1_024
 _SAMPLES_AT_ONCE: Final = 200
+# The same of records: one of the user's metrics has 32 KiB at most.
+_RECORDS_AT_ONCE: Final = 100
 # Estimates of the queue are made at each change: so long they do with the steps that were read.
 _RECENT_S: Final = 1.0
 # A server for telemetry that did not answer is asked again after so long: each look would wait for it.
@@ -217,7 +219,7 @@ class RedisTelemetry:
         with self._telling():
             told = await self._streams.last(names, _bounds(kind), count)
         found = {
-            job_id: self._records(kind, name, entries)
+            job_id: await self._records(kind, name, entries)
             for job_id, name, entries in zip(job_ids, names, told, strict=True)
         }
         return found | await self._last_of_ended(kind, [name for name in found if not found[name]])
@@ -248,14 +250,20 @@ class RedisTelemetry:
         while True:
             with self._telling():
                 entries, _ = await self._streams.rows(key, _bounds(kind), after, _STEPS_A_READ)
-            records += self._records(kind, key, entries)
+            records += await self._records(kind, key, entries)
             if len(entries) < _STEPS_A_READ:
                 return records
             after = entries[-1].id
 
-    def _records(self, kind: type[_Record], key: str, entries: Iterable[Entry]) -> list[_Record]:
+    async def _records(
+        self, kind: type[_Record], key: str, entries: Iterable[Entry]
+    ) -> list[_Record]:
         texts = (entry.body for entry in entries)
-        return self._clients.unreadable.read_all(key, kind.model_validate_json, texts)
+        found: list[_Record] = []
+        while some := list(islice(texts, _RECORDS_AT_ONCE)):
+            found += self._clients.unreadable.read_all(key, kind.model_validate_json, some)
+            await asyncio.sleep(0)
+        return found
 
     async def keep_stacks(self, job_id: str, stacks: Sequence[RankStacks]) -> None:
         """See ``Telemetry.keep_stacks``."""

@@ -15,7 +15,7 @@ from services.contract.api.views import (
     RankList,
     RankView,
 )
-from services.controller.api.conditional import answer, next_link
+from services.controller.api.conditional import answer, answer_page, next_link
 from services.controller.api.context import WithActor, WithContext, WithPorts, WithPrincipal
 from services.controller.api.scopes import OWNS_JOB, READS, READS_NODE
 from services.controller.domain.job.events import DiagnosisAsked
@@ -93,8 +93,10 @@ async def metrics(  # noqa: PLR0913 one parameter a part of the request
         if name is not None:
             names = frozenset(part.strip() for each in name for part in each.split(","))
             some = await of_metrics.get_some_metrics(context.ports, job_id, wanted, names)
-            return answer(request, some)
-        return answer(request, await of_metrics.get_metrics(context.ports, job_id, wanted))
+            return await answer_page(request, some)
+        return await answer_page(
+            request, await of_metrics.get_metrics(context.ports, job_id, wanted)
+        )
 
 
 @router.get("/nodes", response_model=NodeList, dependencies=[READS])
