@@ -136,6 +136,7 @@ class CommContext:
         self.reduces: InFlightWindow[InFlightReduction] = InFlightWindow()
         self._make_streams = make_streams
         self._roots: weakref.WeakSet[Recoverable] = weakref.WeakSet()
+        self._in_flight_of: weakref.ref[Recoverable] | None = None
         self._gathered: list[tuple[torch.Tensor, Event]] = []
         self._held: list[tuple[torch.Tensor, Event]] = []
         self._awaited: list[Event] = []
@@ -167,6 +168,16 @@ class CommContext:
         if self.has_several_roots:
             for root in [each for each in self._roots if each is not besides]:
                 root.recover_if_failed()
+
+    def have_in_flight(self, root: Recoverable) -> None:
+        """What is in flight from now on is of `root`."""
+        self._in_flight_of = weakref.ref(root)
+
+    def has_in_flight(self, root: Recoverable) -> bool:
+        """Whether what is in flight is of `root`: it is never of several."""
+        if self._in_flight_of is None or not self.has_several_roots:
+            return True
+        return self._in_flight_of() is root
 
     @property
     def has_several_roots(self) -> bool:

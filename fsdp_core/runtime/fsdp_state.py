@@ -276,6 +276,7 @@ class FSDPState(ShardedUnit):
 
     def _note_grad(self) -> None:
         """Gradients came or will come, whether or not autograd has been through the outputs."""
+        self.context.refuse_while_ending()
         self._has_new_grads = True
         self.context.join_backward(self)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Protocol, cast
 
 import torch
@@ -241,7 +241,12 @@ class RootContext:
         self.shared.await_copied()
 
     def begin_backward(self) -> None:
-        """Has the iteration of all units ended when the running backward is."""
+        """Has the iteration of all units ended when the running backward is.
+
+        Raises:
+            StateError: See `refuse_while_ending`, and `join_backward`.
+        """
+        self.refuse_while_ending()
         self._queue_end()
         self._ends_all = True
 
@@ -256,6 +261,20 @@ class RootContext:
             return  # told by another of its gradients
         self._queue_end()
         self._reached.add(unit)
+
+    def refuse_while_ending(self) -> None:
+        """A backward begins, or gives a gradient.
+
+        Raises:
+            StateError: A hook runs it where an earlier one ends, which could not take its gradients in.
+        """
+        end = None if self._end is None else self._end()
+        if end is not None and end.is_running:
+            raise StateError(
+                "A hook of a parameter, or of the all-reduce, went backward through the model whose last "
+                "gradients arrive: those of this backward would be lost. Go backward after the one that "
+                "runs, or in a hook of a tensor."
+            )
 
     def _queue_end(self) -> None:
         if not torch_private.in_backward():
@@ -272,21 +291,10 @@ class RootContext:
                 "reduce: gradients would be lost. Switch it off (torch._dynamo.config.compiled_autograd)."
             )
         if self._end is None:
-            if self.shared.has_several_roots:
-                self._land_others()
             self.reduces.resize(max(unit.options.max_reduces for unit in self.units))
             end = _EndOfBackward(self._end_outside_transforms)
             self._end = weakref.ref(end)
             torch_private.queue_after_backward(end)
-
-    def _land_others(self) -> None:
-        # This backward may raise alone, within one that goes on, and all that is in flight is dropped.
-        with torch_private.outside_transforms():
-            self.shared.recover_failed(self)
-            for pending in self.reduces.drain():
-                pending.land(self.comm)
-            self.comm.land_averages()
-            self.comm.decide()
 
     @property
     def _is_end_queued(self) -> bool:
@@ -296,15 +304,30 @@ class RootContext:
 
     def admit_reduce(self, pending: InFlightReduction) -> None:
         """Takes a reduction into the window; see `make_room_for_reduce`."""
+        self.shared.have_in_flight(self)
         self.reduces.admit(pending)
 
     def make_room_for_reduce(self) -> None:
-        """Lands the oldest reductions, before the buffer of one more is allocated."""
+        """Lands the oldest reductions, before the buffer of one more is allocated; of another root all.
+
+        Either root's backward may raise alone, if it runs within the other's.
+        """
         self.shared.recover_failed(self)
-        for pending in self.reduces.room_for_one():
+        if not self.shared.has_in_flight(self):
+            self._land_all()
+        self._land(self.reduces.room_for_one())
+
+    def _land(self, reductions: Iterable[InFlightReduction]) -> None:
+        for pending in reductions:
             pending.land(self.comm)
             # A parameter's hook may have run another root's backward, which raised.
             self.shared.recover_failed(self)
+            self.shared.have_in_flight(self)
+
+    def _land_all(self) -> None:
+        self._land(self.reduces.drain())
+        self.comm.land_averages()
+        self.comm.decide()
 
     def end_backward(self) -> None:
         """Ends the backward of all units; a pipeline calls it for gradients that it held."""
@@ -332,10 +355,7 @@ class RootContext:
                 unit.reduce_overdue()
             # Not the last backward either leaves any: gradients that arrived after the user has
             # zeroed them, because the next forward raised, would stay.
-            for pending in self.reduces.drain():
-                pending.land(self.comm)
-            self.comm.land_averages()
-            self.comm.decide()
+            self._land_all()
             if self.root.options.is_last_backward:
                 if ends_all:
                     for unit in self.units:
@@ -366,14 +386,15 @@ class RootContext:
 
         Ranks that failed alike started the same collectives, so waiting for them ends.
         """
-        self.comm.drop_averages()
-        for pending in self.reduces.drain():
-            pending.drop(self.comm)
+        if self.shared.has_in_flight(self):
+            self.comm.drop_averages()
+            for pending in self.reduces.drain():
+                pending.drop(self.comm)
+            self.comm.forget_undecided()
         for unit in self.units:
             unit.reset()
         # Gradients that did arrive stay, and the user may zero them.
         self.comm.let_go_gathered()
-        self.comm.forget_undecided()
         self.comm.end_backward()
         self.shared.forget_uncopied()
         self.backward_order.clear()
@@ -389,16 +410,21 @@ class _EndOfBackward:
     dead.
 
     Attributes:
+        is_running: Whether the backward is over and its end goes on.
         has_raised: Whether the end itself raised. Whoever keeps that exception keeps this, too.
     """
 
     def __init__(self, finish: Callable[[], None]) -> None:
         self._finish = finish
+        self.is_running = False
         self.has_raised = False
 
     def __call__(self) -> None:
+        self.is_running = True
         try:
             self._finish()
         except BaseException:
             self.has_raised = True
             raise
+        finally:
+            self.is_running = False

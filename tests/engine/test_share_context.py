@@ -219,6 +219,68 @@ def grads_around(
     }
 
 
+@pytest.mark.parametrize("fails", [False, True], ids=["all is well", "the one within raises"])
+def test_a_backward_within_that_of_another_root_within_one_of_its_own_keeps_its_gradients(
+    gangs: Gangs, *, fails: bool
+) -> None:
+    gangs(2).run(check_twice_within, fails)
+
+
+def check_twice_within(ctx: RankContext, fails: bool) -> None:  # noqa: FBT001 - shipped positionally
+    expected, found = (
+        grads_twice_within(ctx, shares=shares, fails=fails) for shares in (False, True)
+    )
+    assert expected.keys() == found.keys()
+    for name, grad in found.items():
+        assert_same_tensor(name, grad, expected[name], 0.0, 0.0)
+
+
+def grads_twice_within(
+    ctx: RankContext, *, shares: bool, fails: bool
+) -> dict[str, torch.Tensor | None]:
+    """Of two roots, after the first went backward again within the second's, within its own."""
+    chunks = [sharded_chunk(ctx, index, fully_shard) for index in range(2)]
+    if shares:
+        share_comm_ctx(chunks)
+    first, second = chunks
+
+    def go_through(chunk: nn.Module, seed: int) -> None:
+        with torch.enable_grad():
+            x = ctx.batch(seed, 3, WIDTH).requires_grad_()
+            torch.autograd.backward(chunk(x).square().sum())
+
+    def go_through_second() -> None:
+        faults = [
+            second.blocks[0].register_forward_hook(
+                lambda _, __, out: Raising.of(out) if fails else out
+            ),
+            second.blocks[0].register_forward_hook(
+                lambda _, __, out: Meanwhile.of(out, lambda: go_through(first, 1))
+            ),
+        ]
+        if fails:
+            with pytest.raises(ZeroDivisionError):
+                go_through(second, 2)
+            second.zero_grad()
+        else:
+            go_through(second, 2)
+        for fault in faults:
+            fault.remove()
+
+    within = first.blocks[0].register_forward_hook(
+        lambda _, __, out: Meanwhile.of(out, go_through_second)
+    )
+    x = ctx.batch(0, 3, WIDTH).requires_grad_()
+    loss = first(x).square().sum()
+    within.remove()
+    torch.autograd.backward(loss)
+    return {
+        f"{index} {name}": None if param.grad is None else local(param.grad)
+        for index, chunk in enumerate(chunks)
+        for name, param in chunk.named_parameters()
+    }
+
+
 @pytest.mark.parametrize("sync", ["every", "last"])
 def test_interleaved_chunks_train_as_the_reference_does(gangs: Gangs, sync: str) -> None:
     gangs(2).run(compare_with_reference, sync)

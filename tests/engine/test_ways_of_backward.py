@@ -172,6 +172,27 @@ def check_unannounced(ctx: RankContext) -> None:
     assert all(grad is not None for grad in run.grads[-1].values())
 
 
+def test_a_backward_in_a_hook_where_that_of_the_same_model_ends_is_refused(gangs: Gangs) -> None:
+    gangs(2).run(check_backward_while_ending)
+
+
+def check_backward_while_ending(ctx: RankContext) -> None:
+    run = Run(ctx, ours().shard)
+    model = run.net("")
+
+    @torch.enable_grad()
+    def go_again(_: torch.Tensor) -> None:
+        backward(model(run.x()).sum())
+
+    hook = next(model.first.parameters()).register_post_accumulate_grad_hook(go_again)
+    with pytest.raises(StateError, match="A hook of a parameter"):
+        backward(model(run.x()).sum())
+    hook.remove()
+    model.zero_grad()
+    run.backward(model(run.x()))
+    assert all(grad is not None for grad in run.grads[-1].values())
+
+
 def test_a_backward_by_compiled_autograd_is_refused(gangs: Gangs) -> None:
     gangs(2).run(go_backward_compiled)
 
