@@ -68,6 +68,22 @@ def _word(annotation: Any) -> str:  # noqa: ANN401 an annotation
         ("optimizer", "adamw", {"betas": [1, "b"]}, ("args", "betas"), "a list of numbers"),
         ("data", "tokens", {}, ("args", "path"), "tokens needs this argument: a text"),
         ("loss", "mse", {"x": 1}, ("args", "x"), "mse has no argument 'x'; it takes none"),
+        ("data", "tokens", {"path": {"secret": "HUB"}}, ("args", "path"), "takes no secret"),
+        ("optimizer", "adamw", {"lr": {"secret": "HUB"}}, ("args", "lr"), "takes no secret"),
+        (
+            "model",
+            "hf_causal_lm",
+            {"overrides": {"told": ["x", {"secret": "HUB"}]}},
+            ("args", "overrides"),
+            "takes no secret",
+        ),
+        (
+            "model",
+            "hf_causal_lm",
+            {"attn_implementation": {"": "a/b", "x": {"secret": "HUB"}}},
+            ("args", "attn_implementation"),
+            "takes no secret",
+        ),
     ],
 )
 def test_what_a_built_in_does_not_take_is_said(
@@ -84,7 +100,6 @@ def test_what_a_built_in_does_not_take_is_said(
         ("model", "decoder", {"hidden": None, "rope_base": 10_000, "dim": 8}),
         ("optimizer", "adamw", {"lr": 1, "betas": [0.9, 1]}),
         ("data", "hf_dataset", {"files": ["a", "b"], "packing": False}),
-        ("data", "tokens", {"path": {"secret": "WHERE"}}),
         ("model", "mine:Net", {"whatever": 1}),
     ],
 )

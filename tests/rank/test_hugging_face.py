@@ -219,10 +219,11 @@ def test_no_field_that_is_changed_leads_to_a_configuration_elsewhere(
     assert made.config.vocab_size == 128
 
 
-def test_no_attention_is_loaded_from_the_hub(tmp_path: Path) -> None:
+@pytest.mark.parametrize("named", ["somebody/attention", {"": "somebody/attention"}])
+def test_no_attention_is_loaded_from_the_hub(tmp_path: Path, named: Any) -> None:  # noqa: ANN401 as a spec may say
     saved("llama", tmp_path)
     with pytest.raises(ValueError, match="nothing is downloaded"):
-        hf_causal_lm(str(tmp_path), attn_implementation="somebody/attention")
+        hf_causal_lm(str(tmp_path), attn_implementation=named)
 
 
 def test_a_classifier_draws_the_head_that_a_language_model_lacks(tmp_path: Path) -> None:

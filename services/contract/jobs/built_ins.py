@@ -147,6 +147,9 @@ def misuse(
                 ("args", name),
                 f"{factory} has no argument {name!r}{did_you_mean(name, known) or ';'} {takes}",
             )
+        elif next(references(value), None) is not None:
+            # A model's configuration is exported, and errors tell paths in forms that no mask knows.
+            yield ("args", name), f"{factory} takes no secret; only code that needs one may name it"
         elif not _is_of(kind, value):
             words = _WORDS[kind.rstrip("?!")]
             there = "" if looks_secret(name, value) else f", not {shown(value)}"
@@ -159,8 +162,6 @@ def misuse(
 def _is_of(kind: str, value: object) -> bool:
     if value is None:
         return kind.endswith("?")
-    if isinstance(value, dict) and next(references(value), None) is not None:
-        return True  # a secret: what it is stands on the nodes
     return any(_is_one(each, value) for each in kind.rstrip("?!").split(" or "))
 
 

@@ -124,7 +124,7 @@ def _made(
     if not (folder / "config.json").is_file():
         field = "config" if model is None else "model"
         raise PretrainedFilesError(f"model.args.{field}: there is no {folder}/config.json")
-    if "/" in attn_implementation:
+    if "/" in str(attn_implementation):  # the library takes one of each part of a model, too
         raise ValueError(
             f"model.args.attn_implementation: {attn_implementation} is code of the Hub, and nothing is "
             "downloaded; name one that the library has, such as sdpa"
