@@ -15,7 +15,14 @@ from pydantic_core import to_json
 
 from services.contract.api.access import TokenList
 from services.contract.api.queue import QueueView
-from services.contract.api.views import JobPage, JobView, MetricsPart, MetricsView
+from services.contract.api.views import (
+    EventPage,
+    JobPage,
+    JobView,
+    LogPage,
+    MetricsPart,
+    MetricsView,
+)
 from services.contract.system.long_work import in_turns
 from services.controller.domain.errors import PreconditionRequiredError
 
@@ -55,7 +62,7 @@ def _answer(
 
 async def answer_page(
     request: Request,
-    page: JobPage | QueueView | TokenList | MetricsView | MetricsPart,
+    page: JobPage | QueueView | TokenList | EventPage | LogPage | MetricsView | MetricsPart,
     *,
     headers: dict[str, str] | None = None,
     fields: set[str] | None = None,

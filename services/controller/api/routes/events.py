@@ -9,7 +9,7 @@ from pydantic import StringConstraints
 from services.contract.api.views import EventPage
 from services.contract.words.ids import JobId
 from services.controller.api import sse
-from services.controller.api.conditional import answer, next_link
+from services.controller.api.conditional import answer_page, next_link
 from services.controller.api.context import WithContext, WithPrincipal
 from services.controller.api.routes.watch import (
     STREAM,
@@ -72,4 +72,4 @@ async def all_events(  # noqa: PLR0913 one parameter a filter
         return await sse.stream(entries, context.stopping, context.streams, viewer)
     async with context.turns.of(asks.subject):
         page = await use_cases.page_of_feed(context.ports, wanted, after, limit)
-    return answer(request, page, headers=next_link(request, page.next_cursor))
+    return await answer_page(request, page, headers=next_link(request, page.next_cursor))

@@ -8,7 +8,7 @@ from pydantic import AwareDatetime
 
 from services.contract.api.views import EventPage, LogPage
 from services.controller.api import sse
-from services.controller.api.conditional import answer, next_link
+from services.controller.api.conditional import answer_page, next_link
 from services.controller.api.context import Context, WithContext, WithPrincipal
 from services.controller.api.scopes import READS
 from services.controller.domain.access.token import Principal
@@ -56,7 +56,7 @@ async def events(  # noqa: PLR0913 FastAPI hands in each part of the request by 
     await await_events(context.ports, job_id)
     async with context.turns.of(asks.subject):
         page = await use_cases.page_of_events(context.ports, job_id, after, limit)
-    return answer(request, page, headers=next_link(request, page.next_cursor))
+    return await answer_page(request, page, headers=next_link(request, page.next_cursor))
 
 
 @router.get("/{job_id}/logs", response_model=LogPage, responses=STREAM, dependencies=[READS])
@@ -106,7 +106,7 @@ async def logs(  # noqa: PLR0913 FastAPI hands in each part of the request by it
             page = await use_cases.page_of_lines(context.ports, job_id, wanted, after, limit)
         else:
             page = await use_cases.last_lines(context.ports, job_id, wanted, after, tail)
-    return answer(request, page, headers=next_link(request, page.next_cursor))
+    return await answer_page(request, page, headers=next_link(request, page.next_cursor))
 
 
 def viewer_of(context: Context, asks: Principal) -> sse.Viewer:
