@@ -291,6 +291,20 @@ def test_why_a_server_is_away_names_no_password_of_its_address(
     assert "a-password" not in str(told.value)
 
 
+@pytest.mark.parametrize(
+    "endpoint",
+    ["http://ada:a-password@a b/", "ada:a-password@127.0.0.1:9"],
+    ids=["odd host", "no scheme"],
+)
+def test_why_an_address_is_none_names_no_password_of_it(
+    bucket: Bucket, monkeypatch: pytest.MonkeyPatch, endpoint: str
+) -> None:
+    monkeypatch.setenv("AWS_ENDPOINT_URL_S3", endpoint)
+    with pytest.raises(StorageAwayError, match="Invalid endpoint") as told:
+        bucket.read("record")
+    assert "a-password" not in str(told.value)
+
+
 def test_a_server_that_is_away_is_a_condition_too(
     bucket: Bucket, monkeypatch: pytest.MonkeyPatch
 ) -> None:

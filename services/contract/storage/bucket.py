@@ -45,7 +45,7 @@ _LONGEST_NAME: Final = 255
 _PROOF: Final = ".conditional-writes"
 _NONE_THERE: Final = "*"
 # Viewers read why a storage is away, and an endpoint may have a password.
-_USER_OF_URL: Final = re.compile(r"(?<=://)[^/\s]*@")
+_USER_OF_URL: Final = re.compile(r"[^/\s]*@")
 # In its own words: a proxy whose server is away answers 404, too.
 _NOT_FOUND: Final = frozenset({"NoSuchKey", "NoSuchUpload"})
 _SPOILT: Final = frozenset({"InvalidPart", "InvalidPartOrder", "EntityTooSmall"})
@@ -433,8 +433,9 @@ class Bucket:
             raise
         # The client checks little of what a proxy may answer in its place.
         except Exception as error:
+            why = _USER_OF_URL.sub("", f"{type(error).__name__}: {error}")
             raise StorageAwayError(
-                f"{self.address} answers what no object store does: {type(error).__name__}: {error}"
+                f"{self.address} answers what no object store does: {why}"
             ) from error
 
 
