@@ -230,7 +230,7 @@ class Settings(RedisSettings):
 
     @field_validator("factory_prefixes", "tracker_servers", mode="before")
     @classmethod
-    def _split_prefixes(cls, value: object) -> object:
+    def _split_at_commas(cls, value: object) -> object:
         return tuple(value.split(",")) if isinstance(value, str) else value
 
     @field_validator("allowed_hosts", "webhook_hosts", mode="before")

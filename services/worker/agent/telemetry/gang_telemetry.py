@@ -142,7 +142,7 @@ class GangTelemetry:
         return begun
 
     def begun(self) -> dict[int, int]:
-        """The first step of each rank that just made one. Cheap: to be asked at any message."""
+        """The first step of each rank that just made one, at the cost of a look at each board that has shown none."""
         begun = {}
         for rank in self._seats:
             if rank not in self._started:
