@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import selectors
+import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Mapping
 from pathlib import Path
 from types import SimpleNamespace
@@ -17,6 +18,7 @@ from redis.exceptions import TimeoutError as NoAnswerError
 from services.contract.messages.facts import Fact, Inventory, RunningGang
 from services.contract.messages.telemetry import LogLine, MetricRecord, RankSample, StepRecord
 from services.contract.redis import redis_keys
+from services.contract.redis.lease_keeper import LeaseKeeper
 from services.contract.words.ids import new_job_id
 from services.worker.agent import session as session_module
 from services.worker.agent.session import Life, Session
@@ -51,6 +53,10 @@ class InstantLoop(asyncio.SelectorEventLoop):
 
     def time(self) -> float:
         return self._instant.passed_s
+
+
+def unused_lease() -> LeaseKeeper:
+    return LeaseKeeper("redis://nowhere", "lease", redis_keys.NODE_LEASE_MS, lambda _: None)
 
 
 class SilentRedis:
@@ -103,6 +109,7 @@ def test_a_third_beat_is_sent_well_before_the_lease_ends_if_two_get_no_answer(
                 cast("Supervisor", supervisor),
                 lambda _: None,
                 journal=None,  # type: ignore[arg-type]  # there are no records
+                lease=unused_lease(),
             )
             session._beat = cast("Beat", redis)
             await session.run()
@@ -171,6 +178,7 @@ def session_of(
     supervisor: FakeSupervisor,
     folder: Path,
     tell: Callable[[Fact], None] = lambda _: None,
+    lease: LeaseKeeper | None = None,
 ) -> Session:
     inventory = Inventory(hostname="a", cpu_slots=1, cpu_count=1, memory_bytes=1)
     return Session(
@@ -179,6 +187,7 @@ def session_of(
         cast("Supervisor", supervisor),
         tell,
         Journal(folder, f"{NODE}.life"),
+        lease or unused_lease(),
     )
 
 
@@ -251,6 +260,40 @@ def test_a_redis_that_refuses_a_part_of_each_beat_is_not_joined_with_each_of_the
 
     asyncio.run(beat())
     assert [fact.kind for fact in told] == ["node_joined", "node_joined"]
+
+
+def test_an_agent_whose_loop_is_busy_for_longer_than_a_lease_has_its_node(
+    redis_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ranks with much to say, or much to remove, are no loss of their node."""
+    lease_ms = 1_500
+    monkeypatch.setattr(redis_keys, "NODE_LEASE_MS", lease_ms)
+    key = redis_keys.node_lease(NODE)
+    told: list[Fact] = []
+    late: list[float] = []
+
+    async def beat() -> None:
+        lease = LeaseKeeper(redis_url, key, lease_ms, late.append)
+        with SyncRedis.from_url(redis_url, decode_responses=True) as other:
+            async with writing_client(redis_url) as client, lease.keeping():
+                connections = Connections(client, client, client)
+                session = session_of(
+                    connections, FakeSupervisor(), tmp_path, told.append, lease=lease
+                )
+                await session.take_lease(None)
+                session.join()
+                async with beating(session):
+                    await asyncio.to_thread(_beats, other, 1)
+                    ends = time.monotonic() + 2 * lease_ms / 1000
+                    while time.monotonic() < ends:
+                        assert other.get(key) == "life"
+                    await asyncio.to_thread(_beats, other, 1)
+                    await session.release_lease()
+                assert not other.exists(key)
+
+    asyncio.run(beat())
+    assert [fact.kind for fact in told] == ["node_joined"]
+    assert late
 
 
 def _beats(client: SyncRedis, count: int) -> None:

@@ -3,13 +3,17 @@
 import asyncio
 import contextlib
 import itertools
+import time
 from collections.abc import Callable, Sequence
 
 import pytest
+from redis import Redis
 from tenacity import AsyncRetrying, RetryCallState, wait_none
 
+from services.contract.redis import redis_keys
 from services.controller.adapters.memory import memory_ports
 from services.controller.adapters.memory.server import MemoryServer
+from services.controller.adapters.redis import redis_ports
 from services.controller.domain.errors import (
     DeposedError,
     RecordTooLongError,
@@ -182,6 +186,75 @@ async def test_a_leader_ends_although_the_renewal_swallows_the_cancellation(
         await asyncio.wait([leading])
     assert leading.cancelled()
     assert server.leader is None
+
+
+async def test_a_leader_whose_loop_is_busy_for_longer_than_its_lease_leads_on(
+    redis_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("services.controller.loops.leader._RENEW_EVERY_S", 0.2)
+    monkeypatch.setattr(redis_keys, "LEADER_LEASE_MS", 1_500)
+    monkeypatch.setattr("services.controller.adapters.redis.LEADER_LEASE_MS", 1_500)
+    begun: list[int] = []
+    renewals: list[bool] = []
+
+    async def run_term(epoch: int) -> None:
+        begun.append(epoch)
+        await asyncio.Event().wait()
+
+    with Redis.from_url(redis_url, decode_responses=True) as redis:
+        async with redis_ports(redis_url) as ports:
+            renew = ports.leadership.renew
+
+            async def counted(holder: str) -> bool:
+                renewals.append(await renew(holder))
+                return renewals[-1]
+
+            monkeypatch.setattr(ports.leadership, "renew", counted)
+            leading = asyncio.create_task(Leader(ports.leadership, "a", run_term).lead())
+            await come_true(lambda: bool(begun))
+            ends = time.monotonic() + 3.0
+            while time.monotonic() < ends:
+                assert redis.get(redis_keys.LEADER) == "a"
+            await come_true(lambda: len(renewals) > 1)
+            leading.cancel()
+            await asyncio.wait([leading])
+        assert not redis.exists(redis_keys.LEADER)
+    assert all(renewals)
+    assert begun == [1]
+
+
+async def test_a_leader_that_saw_an_answer_too_late_asks_again(
+    server: MemoryServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("services.controller.loops.leader._RENEW_EVERY_S", 0.001)
+    monkeypatch.setattr("services.controller.loops.leader._LEASE_S", 0.2)
+    leadership = memory_ports(server).leadership
+    renew = leadership.renew
+    renewals: list[bool] = []
+    terms: list[int] = []
+
+    async def late(holder: str) -> bool:
+        if not renewals:
+            renewals.append(False)
+            ends = time.monotonic() + 0.3
+            while time.monotonic() < ends:
+                """The loop is busy with something else."""
+            raise StoreUnavailableError("no answer in time")
+        renewals.append(await renew(holder))
+        return renewals[-1]
+
+    monkeypatch.setattr(leadership, "renew", late)
+
+    async def run_term(epoch: int) -> None:
+        terms.append(epoch)
+        await asyncio.Event().wait()
+
+    leading = asyncio.create_task(Leader(leadership, "a", run_term).lead())
+    await come_true(lambda: len(renewals) > 2)
+    leading.cancel()
+    await asyncio.wait([leading])
+    assert all(renewals[1:])
+    assert terms == [1]
 
 
 async def test_a_fact_that_trips_a_handler_is_given_up_and_holds_up_nobody(

@@ -1,6 +1,6 @@
 """TLS to Redis by files that may be replaced: each new connection reads them again.
 
-The only module of the contract that needs redis-py; imported only by what connects to Redis.
+Of the contract only this module and ``lease_keeper`` need redis-py; both are imported only by what connects to Redis.
 """
 
 from collections.abc import Mapping

@@ -96,7 +96,8 @@ class Leader:
                     return
                 renewed_at = asked_at
             except StoreUnavailableError:
-                if time.monotonic() - renewed_at > _LEASE_S:
+                # Since it was asked: a loop that was busy meanwhile saw the answer too late, and asks again.
+                if asked_at - renewed_at > _LEASE_S:
                     return
 
     @contextlib.contextmanager

@@ -11,6 +11,8 @@ import structlog
 from services.contract.messages.facts import Inventory
 from services.contract.messages.probing import DeviceType
 from services.contract.messages.warm_channel import NODE_MARK
+from services.contract.redis.lease_keeper import LeaseKeeper
+from services.contract.redis.redis_keys import NODE_LEASE_MS, node_lease
 from services.worker.agent.departure import Commits, empty_node
 from services.worker.agent.gangs.leftovers import Leftover, find_leftovers, forget_leftovers
 from services.worker.agent.host.devices import take_inventory
@@ -207,12 +209,16 @@ class Agent:
             ),
             self._commits.tell,
         )
+        self._lease = LeaseKeeper(
+            settings.redis_address, node_lease(node_id), NODE_LEASE_MS, _note_late_loop
+        )
         self._session = Session(
             redis,
             Life(node_id, self._incarnation, inventory),
             self._supervisor,
             self._outbox.tell,
             self._journal,
+            self._lease,
         )
         self._watch_storage = partial(
             watch_storage,
@@ -239,7 +245,7 @@ class Agent:
         Raises:
             ExceptionGroup: With the LeaseTakenError that ended this agent.
         """
-        async with self._sentinel.standing(), asyncio.TaskGroup() as group:
+        async with self._sentinel.standing(), self._lease.keeping(), asyncio.TaskGroup() as group:
             supervisor = self._supervisor
             warm = self._warm.run(supervisor.rank_told, supervisor.warm_process_gone)
             background = [group.create_task(warm)]
@@ -315,6 +321,10 @@ class Agent:
             _log.warning("left_without_telling", why=str(error) or "Redis is unreachable")
         else:
             _log.info("node_left")
+
+
+def _note_late_loop(late_s: float) -> None:
+    _log.warning("loop_is_late", late_s=round(late_s, 1))
 
 
 def _first(group: BaseExceptionGroup[LeaseTakenError]) -> LeaseTakenError:

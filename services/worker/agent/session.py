@@ -13,6 +13,7 @@ from redis.exceptions import NoPermissionError, ResponseError
 from services.contract.messages.facts import Fact, Inventory, NodeJoined, NodeLeaving, NodeLeft
 from services.contract.messages.telemetry import StepRecord
 from services.contract.redis import redis_keys
+from services.contract.redis.lease_keeper import LeaseKeeper
 from services.contract.redis.redis_address import with_advice
 from services.contract.system.cancellation import end_if_told
 from services.worker.agent.storage.journal import Journal
@@ -67,6 +68,7 @@ class Session:
         supervisor: What the beats tell about.
         tell: Takes the facts, in order.
         journal: Takes what Redis has taken, for storage.
+        lease: Keeps the node's lease while the loop is busy.
 
     Attributes:
         loss_suspected: Set when Redis may have lost jobs that storage holds.
@@ -79,8 +81,10 @@ class Session:
         supervisor: Supervisor,
         tell: Callable[[Fact], None],
         journal: Journal,
+        lease: LeaseKeeper,
     ) -> None:
         self._journal = journal
+        self._lease = lease
         self.loss_suspected = asyncio.Event()
         self._redis = connections.writing
         self._telemetry = connections.telemetry
@@ -129,6 +133,7 @@ class Session:
                     end_if_told()
                     holder = await script(keys=keys, args=arguments)
                     if not holder:
+                        self._lease.renewed(self._incarnation)
                         return
             answered = clock.time() if answered is None else answered
             # A dead agent's lease runs out within this time; a living one's does not.
@@ -218,6 +223,7 @@ class Session:
         """
         async with self._beating:
             self._has_released = True
+            self._lease.given_up()
             await self._beat.release()
 
     async def _unwritten(self, left: Records) -> Records:
@@ -256,6 +262,7 @@ class Session:
         answer = await self._beat.renew(gangs)
         if answer.taken_by is not None:
             raise LeaseTakenError(_taken(self._node_id, answer.taken_by))
+        self._lease.renewed(self._incarnation)
         if not self._connected:
             self._connected = True
             _log.info("redis_is_back")

@@ -5,11 +5,17 @@ import functools
 import os
 from collections.abc import AsyncIterator
 
-from services.contract.redis.redis_keys import TELEMETRY_KEPT_S
+from services.contract.redis.lease_keeper import LeaseKeeper
+from services.contract.redis.redis_keys import LEADER, LEADER_LEASE_MS, TELEMETRY_KEPT_S
 from services.controller.adapters.redis.access import RedisAudit, RedisTokens
 from services.controller.adapters.redis.code import RedisCode
 from services.controller.adapters.redis.connection import MAX_STREAMS, TELEMETRY_ANSWER_S, connected
-from services.controller.adapters.redis.coordination import RedisClock, RedisLeadership, listening
+from services.controller.adapters.redis.coordination import (
+    RedisClock,
+    RedisLeadership,
+    listening,
+    note_late_loop,
+)
 from services.controller.adapters.redis.event_feed import RedisEventFeed
 from services.controller.adapters.redis.jobs import RedisJobs
 from services.controller.adapters.redis.machines import RedisFacts, RedisNodes
@@ -48,6 +54,8 @@ async def redis_ports(
                 unreadable=clients.unreadable,
             )
             telemetry = await stack.enter_async_context(apart)
+        lease = LeaseKeeper(url, LEADER, LEADER_LEASE_MS, note_late_loop)
+        await stack.enter_async_context(lease.keeping())
         yield Ports(
             jobs=RedisJobs(clients, telemetry, telemetry_kept_s, quota=quota, names=names),
             nodes=RedisNodes(clients),
@@ -57,7 +65,7 @@ async def redis_ports(
             codes=RedisCode(clients),
             telemetry=RedisTelemetry(clients, telemetry, names=names),
             events=RedisEventFeed(clients),
-            leadership=RedisLeadership(clients),
+            leadership=RedisLeadership(clients, lease),
             clock=RedisClock(clients),
             tokens=RedisTokens(clients),
             audit=RedisAudit(clients),

@@ -4,14 +4,17 @@ import contextlib
 from collections.abc import AsyncIterator
 from typing import Final
 
+import structlog
 from redis.asyncio.client import PubSub
 
 from services.contract.redis import redis_keys as keys
+from services.contract.redis.lease_keeper import LeaseKeeper
 from services.controller.adapters.redis.connection import RedisClients, answering
 
 _CONFIRMED_WITHIN_S: Final = 5.0
 # Any agent may call: without a bound, one that calls faster than calls are taken would keep its controller from looking.
 _CALLS_IN_A_ROW: Final = 1_000
+_log = structlog.get_logger()
 
 _TAKE_LEAD: Final = """
 -- KEYS: leader, epoch; ARGV: holder, lease in ms
@@ -42,28 +45,42 @@ return redis.call('DEL', KEYS[1])
 class RedisLeadership:
     """The port ``Leadership``."""
 
-    def __init__(self, clients: RedisClients) -> None:
+    def __init__(self, clients: RedisClients, lease: LeaseKeeper) -> None:
+        self._lease = lease
         self._take = clients.script(_TAKE_LEAD)
         self._renew = clients.script(_RENEW_LEAD)
         self._release = clients.script(_RELEASE_LEAD)
 
     async def take(self, holder: str) -> int | None:
         """See ``Leadership.take``."""
+        # Who asks has none, or gave up the one that it could not renew: it must run out.
+        self._lease.given_up()
         with answering():
             epoch = await self._take(
                 keys=[keys.LEADER, keys.EPOCH], args=[holder, keys.LEADER_LEASE_MS]
             )
+        if epoch:
+            self._lease.renewed(holder)
         return int(epoch) or None
 
     async def renew(self, holder: str) -> bool:
         """See ``Leadership.renew``."""
         with answering():
-            return bool(await self._renew(keys=[keys.LEADER], args=[holder, keys.LEADER_LEASE_MS]))
+            is_ours = await self._renew(keys=[keys.LEADER], args=[holder, keys.LEADER_LEASE_MS])
+        if is_ours:
+            self._lease.renewed(holder)
+        return bool(is_ours)
 
     async def release(self, holder: str) -> None:
         """See ``Leadership.release``."""
+        self._lease.given_up()
         with answering():
             await self._release(keys=[keys.LEADER], args=[holder])
+
+
+def note_late_loop(late_s: float) -> None:
+    """Log that the event loop of the leader has not renewed its lease for so many seconds; a thread did."""
+    _log.warning("loop_is_late", late_s=round(late_s, 1))
 
 
 class RedisClock:
