@@ -171,7 +171,7 @@ def test_a_board_that_is_cut_before_its_agent_ever_looked_is_seen_to_be(tmp_path
     attempt.board(1).unlink()
     os.mkfifo(attempt.board(1))
     telemetry = watched(tmp_path, boards)
-    assert telemetry.begun() == {}
+    assert [telemetry.begun(rank) for rank in boards] == [None, None]
     assert telemetry.faults == {0: "made its board 0 bytes long; a board has 65536"}
     assert list(telemetry.marks()) == [1]  # though its name leads elsewhere
     telemetry.close()
@@ -207,11 +207,11 @@ def test_a_rank_that_is_started_again_is_not_charged_with_its_board_before(tmp_p
     assert boards is not None
     os.truncate(attempt.board(1), 0)
     telemetry, seats = watched(tmp_path, boards), watched(tmp_path)._seats
-    telemetry.begun()
+    telemetry.begun(1)
     assert list(telemetry.faults) == [1]
     again = attempt.renew_boards((1,))
     telemetry.replace(Crew(seats={1: seats[1]}, store=None, pids={1: 2}, pipes={}, boards=again))
-    telemetry.begun()
+    telemetry.begun(1)
     assert telemetry.faults == {}
     telemetry.close()
 
@@ -225,7 +225,7 @@ def test_boards_are_closed_beside_the_loop(tmp_path: Path) -> None:
     beside: list[Callable[[], None]] = []
     telemetry._beside = beside.append
     os.truncate(attempt.board(0), 0)
-    assert telemetry.begun() == {}
+    assert telemetry.begun(0) is None
     telemetry.close()
     assert [closes() for closes in beside] == [None, None]
     with pytest.raises(BoardError, match="Bad file descriptor"):

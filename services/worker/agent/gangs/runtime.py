@@ -401,8 +401,8 @@ class GangRuntime:
 
     def _heard(self, rank: int, message: RankMessage) -> None:
         with self._surviving():
-            for one, step in self._telemetry.begun().items():
-                self.happen(Stepped(one, step))  # what boards showed before it spoke
+            if (step := self._telemetry.begun(rank)) is not None:
+                self.happen(Stepped(rank, step))  # what its board showed before it spoke
             if isinstance(message, RankMetrics):
                 self._telemetry.take_metrics(rank, message)
             else:

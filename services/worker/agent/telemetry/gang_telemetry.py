@@ -134,23 +134,22 @@ class GangTelemetry:
             ready: By rank, what names the groups of its board.
         """
         self._logs.cut_back()
-        begun = self.begun()
+        begun = {rank: step for rank in self._seats if (step := self.begun(rank)) is not None}
         for rank in list(self._readers):
             self._snapshot(rank)
         self._watch_steps()
         self._watch_arrivals(ready)
         return begun
 
-    def begun(self) -> dict[int, int]:
-        """The first step of each rank that just made one, at the cost of a look at each board that has shown none."""
-        begun = {}
-        for rank in self._seats:
-            if rank not in self._started:
-                steps = self._ask(rank, lambda board: board.steps_after(0)) or []
-                if steps:
-                    begun[rank] = steps[0].step
-                    self._started.add(rank)
-        return begun
+    def begun(self, rank: int) -> int | None:
+        """The first step of a rank, if it has made one since the last look; later looks cost nothing."""
+        if rank in self._started:
+            return None
+        steps = self._ask(rank, lambda board: board.steps_after(0))
+        if not steps:
+            return None
+        self._started.add(rank)
+        return steps[0].step
 
     def take_metrics(self, rank: int, told: RankMetrics) -> None:
         """Take in what the user's code measured; rank 0 speaks for the job.
