@@ -8,7 +8,7 @@ from tests.engine.gang import Gangs
 from tests.engine.grid.cell import Cell
 from tests.engine.grid.compare import check_cell
 
-pytestmark = pytest.mark.ranks
+pytestmark = [pytest.mark.ranks, pytest.mark.system]
 
 WORLDS = (4,)
 
