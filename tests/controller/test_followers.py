@@ -61,6 +61,21 @@ async def test_calls_that_never_end_do_not_keep_whoever_waits_from_going_on() ->
     assert calls.taken > 3
 
 
+@pytest.mark.anyio
+@pytest.mark.redis
+async def test_a_connection_that_calls_of_megabytes_close_does_not_count_as_redis_being_away(
+    redis_url: str,
+) -> None:
+    """Leases that ran out while it was away prove nothing, so no node was lost as long as an agent called."""
+    async with redis_ports(redis_url) as ports, ports.listen() as waker:
+        with Redis.from_url(redis_url, decode_responses=True) as outside:
+            (listening,) = outside.client_list(_type="pubsub")
+            outside.client_kill_filter(_id=listening["id"])
+            await waker.wait(60)
+            assert outside.publish(keys.WAKE, "now") == 1
+            await waker.wait(60)
+
+
 @pytest.mark.redis
 def test_a_stream_beyond_the_limit_is_told_to_come_back(quiet_plane: ControlPlane) -> None:
     job_id = quiet_plane.submit()

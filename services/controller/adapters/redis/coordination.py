@@ -6,6 +6,7 @@ from typing import Final
 
 import structlog
 from redis.asyncio.client import PubSub
+from redis.exceptions import ConnectionError as RedisConnectionError
 
 from services.contract.redis import redis_keys as keys
 from services.contract.redis.lease_keeper import LeaseKeeper
@@ -105,11 +106,19 @@ class RedisWaker:
     async def wait(self, timeout_s: float) -> None:
         """See ``Waker.wait``. Calls that came in a row count as one."""
         with answering():
-            message = await self._subscription.get_message(timeout=timeout_s)
-            for _ in range(_CALLS_IN_A_ROW):
-                if message is None:
-                    return
-                message = await self._subscription.get_message(timeout=0.0)
+            try:
+                await self._hear(timeout_s)
+            except RedisConnectionError:
+                # Redis closes the connection of whoever takes calls more slowly than they come, and any agent may
+                # call with megabytes. It is away only if it takes no new one.
+                await self._subscription.connect()  # type: ignore[no-untyped-call] # as below
+
+    async def _hear(self, timeout_s: float) -> None:
+        message = await self._subscription.get_message(timeout=timeout_s)
+        for _ in range(_CALLS_IN_A_ROW):
+            if message is None:
+                return
+            message = await self._subscription.get_message(timeout=0.0)
 
 
 @contextlib.asynccontextmanager
