@@ -172,6 +172,29 @@ def test_a_corrupt_shard_is_refused_by_name_and_digest(
 
 
 @pytest.mark.ranks
+def test_a_damaged_file_that_nobody_takes_for_ones_own_is_refused(
+    ranks: Ranks, spec: Spec
+) -> None:
+    """A replica loads its tensors from others' files; without its own it drew other random numbers, unnoticed."""
+    job = spec(mesh={"dp_replicate": 2}, resources={"ranks": 2}, model=NOISY)
+    manifest = ranks.start(job).succeeded().committed(3)
+    path = CommitChain(ranks.root, JOB).shard_folder(manifest.checkpoint_id)
+    path /= manifest.shards[1].name
+    content = path.read_bytes()
+    said = b'\\"rank\\": 1,'
+    assert content.count(said) == 1
+    path.write_bytes(content.replace(said, said.replace(b"1", b"5")))  # one bit
+    resumed = ranks.start(job, fence=2, resume_from=manifest.checkpoint_id)
+    assert resumed.ended() == [1, 1]
+    (failure,) = resumed.of_kind(1, RankFailed)
+    assert "CorruptShardError" in failure.error
+    assert manifest.shards[1].sha256 in failure.error
+    assert [told.file for told in resumed.of_kind(1, RankFoundCorrupt)] == [
+        f"shards/{manifest.checkpoint_id}/{path.name}"
+    ]
+
+
+@pytest.mark.ranks
 def test_other_data_than_the_checkpoints_is_refused(
     trained: Trained, ranks: Ranks, spec: Spec, tmp_path: Path
 ) -> None:

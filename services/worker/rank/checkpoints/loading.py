@@ -79,7 +79,7 @@ def fill_from(
     """
     chain = CommitChain(Path(seat.storage_root), manifest.job_id)
     try:
-        _fill(chain.shard_folder(manifest.checkpoint_id), manifest, fill)
+        _fill(chain.shard_folder(manifest.checkpoint_id), manifest, fill, seat)
     except shard_file.CorruptShardError as error:
         name = f"shards/{manifest.checkpoint_id}/{error.path.name}"
         reason = error.reason
@@ -88,11 +88,18 @@ def fill_from(
 
 
 def _fill(
-    folder: Path, manifest: Manifest, fill: Callable[[list[shard_file.ShardReader]], None]
+    folder: Path,
+    manifest: Manifest,
+    fill: Callable[[list[shard_file.ShardReader]], None],
+    seat: RankSeat,
 ) -> None:
     try:
         with ExitStack() as stack:
-            fill([stack.enter_context(shard_file.opened(folder, s)) for s in manifest.shards])
+            files = [stack.enter_context(shard_file.opened(folder, s)) for s in manifest.shards]
+            fill(files)
+            # A damaged one may not say that it is this rank's, of which a replica needs no tensors of a model.
+            if len(files) == seat.plan.world_size:
+                files[seat.rank].verify()
     except (CheckpointError, ValueError, KeyError, TypeError):
         # A damaged header can look like a checkpoint of another model: look before blaming that.
         for shard in manifest.shards:
