@@ -49,7 +49,7 @@ def spec(ranks: int = 2, steps: int = 5, **options: JsonValue) -> JobSpec:
     """A job for ``programs/rank_program.py``."""
     return JobSpec.model_validate(
         {
-            "model": {"factory": "none", "args": options},
+            "model": {"factory": "none:none", "args": options},
             "data": {"factory": "none"},
             "train": {"steps": steps, "global_batch": ranks},
             "resources": {"ranks": ranks, "device": "cpu"},

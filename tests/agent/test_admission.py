@@ -47,18 +47,30 @@ def test_secrets_come_from_the_folder_by_name_alone(tmp_path: Path) -> None:
     os.mkfifo(folder / "PIPE")
     (folder / "LINK").symlink_to("HUB")
     (tmp_path / "outside").write_text("not to be had")
-    rules = admission(folder)
-    assert rules.admit(spec(a={"secret": "HUB"}, b=[{"secret": "HUB"}])) == {"HUB": "value-of-hub"}
-    assert rules.admit(spec(a={"secret": "LINK"})) == {"LINK": "value-of-hub"}
-    assert rules.admit(spec(a={"secret": "../outside"})) == {}  # that is no reference
+    rules, net = admission(folder, "models"), "models:Net"
+    two = spec(net, a={"secret": "HUB"}, b=[{"secret": "HUB"}])
+    assert rules.admit(two) == {"HUB": "value-of-hub"}
+    assert rules.admit(spec(net, a={"secret": "LINK"})) == {"LINK": "value-of-hub"}
+    assert rules.admit(spec(net, a={"secret": "../outside"})) == {}  # that is no reference
     metrics = {"metrics": {"wandb": {"api_key": {"secret": "HUB"}}}}
     tracked = JobSpec.model_validate(spec().model_dump() | metrics)
     assert rules.admit(tracked) == {"HUB": "value-of-hub"}
     for name in ("SHORT", "LONG", "BYTES", "FOLDER", "PIPE", "ABSENT"):
         with pytest.raises(NotAdmittedError, match=f"secret {name}"):
-            rules.admit(spec(a={"secret": name}))
+            rules.admit(spec(net, a={"secret": name}))
     with pytest.raises(NotAdmittedError, match="MESHLOOM_SECRETS_DIR"):
-        admission(None).admit(spec(a={"secret": "HUB"}))
+        admission(None, "models").admit(spec(net, a={"secret": "HUB"}))
+
+
+@pytest.mark.parametrize("allowed", [EntryPoints(), EntryPoints(())])
+def test_built_ins_are_given_no_secret_on_the_node_either(
+    tmp_path: Path, allowed: EntryPoints
+) -> None:
+    """Of a job that was submitted before the controller refused it, or that another node says it has found."""
+    (tmp_path / "HUB").write_text("value-of-hub")
+    overrides = {"architectures": [{"secret": "HUB"}]}
+    with pytest.raises(NotAdmittedError, match=r"model\.args: hf_causal_lm takes no secret"):
+        Admission(allowed, tmp_path, ()).admit(spec("hf_causal_lm", overrides=overrides))
 
 
 def test_entry_points_are_checked_again_on_the_node(tmp_path: Path) -> None:

@@ -172,9 +172,7 @@ def test_a_corrupt_shard_is_refused_by_name_and_digest(
 
 
 @pytest.mark.ranks
-def test_a_damaged_file_that_nobody_takes_for_ones_own_is_refused(
-    ranks: Ranks, spec: Spec
-) -> None:
+def test_a_damaged_file_that_nobody_takes_for_ones_own_is_refused(ranks: Ranks, spec: Spec) -> None:
     """A replica loads its tensors from others' files; without its own it drew other random numbers, unnoticed."""
     job = spec(mesh={"dp_replicate": 2}, resources={"ranks": 2}, model=NOISY)
     manifest = ranks.start(job).succeeded().committed(3)

@@ -12,7 +12,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
-from services.contract.jobs.entry_points import EntryPoints, factories_of, trackers_of
+from services.contract.jobs.entry_points import (
+    EntryPoints,
+    factories_of,
+    is_entry_point,
+    trackers_of,
+)
 from services.contract.jobs.secret_references import references
 from services.contract.jobs.specs import JobSpec
 from services.contract.system.mask import MIN_SECRET_CHARACTERS
@@ -54,7 +59,10 @@ class Admission:
                     f"{field}.factory: {used.factory} is not among MESHLOOM_FACTORY_PREFIXES of "
                     "this node"
                 )
-            names.update(references(used.args))
+            named = set(references(used.args))
+            if named and not is_entry_point(used.factory):
+                raise NotAdmittedError(f"{field}.args: {used.factory} takes no secret")
+            names |= named
         if spec.entrypoint is not None and not self.factories.allows_script_of(spec):
             raise NotAdmittedError(
                 f"entrypoint: {spec.entrypoint.what} is not among MESHLOOM_FACTORY_PREFIXES of this "
