@@ -313,16 +313,22 @@ class RootContext:
         Either root's backward may raise alone, if it runs within the other's.
         """
         self.shared.recover_failed(self)
-        if not self.shared.has_in_flight(self):
-            self._land_all()
+        self._land_others()
         self._land(self.reduces.room_for_one())
 
     def _land(self, reductions: Iterable[InFlightReduction]) -> None:
         for pending in reductions:
             pending.land(self.comm)
-            # A parameter's hook may have run another root's backward, which raised.
+            # A parameter's hook may have run another root's backward, which raised, or which is a
+            # part of one that goes on.
             self.shared.recover_failed(self)
+            self._land_others()
+
+    def _land_others(self) -> None:
+        # A hook may run another root's backward again, as what an earlier one left arrives.
+        while not self.shared.has_in_flight(self):
             self.shared.have_in_flight(self)
+            self._land_all()
 
     def _land_all(self) -> None:
         self._land(self.reduces.drain())

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any, cast
 
 import pytest
 import torch
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 
 from fsdp_core import FSDPModule, fully_shard, observe, share_comm_ctx
 from fsdp_core.runtime import NullObserver
@@ -278,6 +280,68 @@ def grads_twice_within(
         f"{index} {name}": None if param.grad is None else local(param.grad)
         for index, chunk in enumerate(chunks)
         for name, param in chunk.named_parameters()
+    }
+
+
+@pytest.mark.parametrize("replicas", [1, 2])
+def test_a_backward_in_a_parameters_hook_is_not_lost_with_another_roots_that_raised(
+    gangs: Gangs, replicas: int
+) -> None:
+    gangs(2).run(check_arrival_within, replicas)
+
+
+def check_arrival_within(ctx: RankContext, replicas: int) -> None:
+    expected, found = (grads_of_two(ctx, replicas, within=within) for within in (False, True))
+    assert expected.keys() == found.keys()
+    for name, grad in found.items():
+        assert_same_tensor(name, grad, expected[name], 0.0, 0.0)
+
+
+def grads_of_two(
+    ctx: RankContext, replicas: int, *, within: bool
+) -> dict[str, torch.Tensor | None]:
+    """Of two backwards of one root: one after the other, or one in a hook of a parameter.
+
+    The hook runs within a backward of another root, which raises, within the first.
+    """
+    device, sizes = ctx.device.type, (replicas, ctx.world // replicas)
+    mesh = init_device_mesh(device, sizes, mesh_dim_names=("replicate", "shard"))
+    here = replace(ctx, mesh=mesh if replicas > 1 else ctx.mesh)
+    chunks = [sharded_chunk(here, index, fully_shard) for index in range(2)]
+    share_comm_ctx(chunks)
+    first, second = chunks
+    for chunk in chunks:
+        chunk.set_reduce_scatter_max_input_buffers(2)
+
+    @torch.enable_grad()
+    def go_through(chunk: nn.Module, seed: int) -> None:
+        x = ctx.batch(seed, 3, WIDTH).requires_grad_()
+        torch.autograd.backward(chunk(x).square().sum())
+
+    def fail_in_second() -> None:
+        second.blocks[0].register_forward_hook(lambda _, __, out: Raising.of(out))
+        with pytest.raises(ZeroDivisionError):
+            go_through(second, 2)
+        second.zero_grad()
+
+    def once(_: torch.Tensor) -> None:
+        hook.remove()
+        go_through(first, 1)
+
+    if within:
+        hook = next(first.blocks[1].parameters()).register_post_accumulate_grad_hook(once)
+    block = first.blocks[0].register_forward_hook(
+        lambda _, __, out: Meanwhile.of(out, fail_in_second) if within else out
+    )
+    x = ctx.batch(0, 3, WIDTH).requires_grad_()
+    loss = first(x).square().sum()
+    block.remove()
+    torch.autograd.backward(loss)
+    if not within:
+        go_through(first, 1)
+    return {
+        name: None if param.grad is None else local(param.grad)
+        for name, param in first.named_parameters()
     }
 
 
