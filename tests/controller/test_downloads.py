@@ -1,6 +1,7 @@
 """Ranges of files, and what the controller reads of the storage."""
 
 import asyncio
+import contextlib
 import functools
 import hashlib
 import json
@@ -98,6 +99,40 @@ async def test_a_download_does_not_outlive_its_token(
     await answer(scope, receive, send)
     assert 5 << 20 < sent < 6 << 20
     assert slots.free == 4
+
+
+@pytest.mark.anyio
+async def test_a_download_that_breaks_off_before_its_first_byte_leaves_no_file_open(
+    tmp_path: Path,
+) -> None:
+    exported = export_of(tmp_path, bytes(1 << 20))
+    exports, slots = FolderExports(tmp_path), StreamSlots(4)
+    (file,) = (await exports.manifest(JOB, CHECKPOINT)).files
+
+    async def refused() -> str | None:
+        return None
+
+    async def receive() -> Message:
+        return {"type": "http.disconnect"}
+
+    async def send(_: Message) -> None:
+        await asyncio.Event().wait()  # an earlier answer is not read
+
+    scope = {"type": "http", "method": "GET", "headers": [], "path": "/"}
+    content = functools.partial(exports.content, JOB, CHECKPOINT, file.name)
+    answer = await downloads.download(Request(scope), file, content, slots, Viewer("sue", refused))
+    await answer(scope, receive, send)
+    assert exported not in open_files()
+    assert slots.free == 4
+
+
+def open_files() -> set[Path]:
+    """The files that this process has open."""
+    found = set[Path]()
+    for link in Path("/proc/self/fd").iterdir():
+        with contextlib.suppress(OSError):  # the one that lists the folder
+            found.add(link.readlink())
+    return found
 
 
 @pytest.mark.anyio

@@ -50,7 +50,9 @@ class FolderExports:
     ) -> AsyncIterator[bytes]:
         """See ``ExportStore.content``."""
         path = self._folder(job_id, checkpoint_id) / name
-        return _parts(await asyncio.to_thread(_open, path), start, end)
+        parts = _parts(await asyncio.to_thread(_open, path), start, end)
+        await anext(parts)  # a generator that never began closes no file when it is closed
+        return parts
 
     def _folder(self, job_id: str, checkpoint_id: str) -> Path:
         if self._root is None:
@@ -158,6 +160,7 @@ def _parsed(text: bytes) -> ExportManifest:
 
 async def _parts(descriptor: int, start: int, end: int) -> AsyncIterator[bytes]:
     try:
+        yield b""  # it has begun
         while start < end:
             # In a thread: the storage may be on another host.
             part = await asyncio.to_thread(
