@@ -16,6 +16,7 @@ from pydantic_core import to_json
 from services.contract.api.access import TokenList
 from services.contract.api.queue import QueueView
 from services.contract.api.views import (
+    CheckpointList,
     EventPage,
     JobPage,
     JobView,
@@ -62,7 +63,14 @@ def _answer(
 
 async def answer_page(
     request: Request,
-    page: JobPage | QueueView | TokenList | EventPage | LogPage | MetricsView | MetricsPart,
+    page: JobPage
+    | CheckpointList
+    | QueueView
+    | TokenList
+    | EventPage
+    | LogPage
+    | MetricsView
+    | MetricsPart,
     *,
     headers: dict[str, str] | None = None,
     fields: set[str] | None = None,

@@ -133,7 +133,9 @@ class Change:
     def changed_checkpoints(self) -> tuple[Checkpoint, ...]:
         """Those to be written."""
         known = self.before.job.checkpoints
-        return tuple(c for c in self.decision.job.checkpoints.values() if known.get(c.id) != c)
+        pairs = ((known.get(c.id), c) for c in self.decision.job.checkpoints.values())
+        # There may be thousands, nearly all of them the very same.
+        return tuple(c for before, c in pairs if before is not c and before != c)
 
     @property
     def removed_checkpoints(self) -> tuple[str, ...]:

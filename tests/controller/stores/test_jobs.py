@@ -9,6 +9,8 @@ from redis import Redis
 from services.contract.api.views import StopRequest
 from services.contract.messages.commands import StopGang
 from services.contract.redis import redis_keys as keys
+from services.contract.system import long_work
+from services.contract.words.ids import checkpoint_id
 from services.contract.words.states import JobState
 from services.controller.adapters.redis import redis_ports
 from services.controller.domain.decisions.dispatch import first_decision
@@ -20,12 +22,13 @@ from services.controller.domain.errors import (
     StaleWriteError,
     StoreUnavailableError,
 )
+from services.controller.domain.job.checkpoint import begin
 from services.controller.domain.job.effects import Decision, Send
 from services.controller.domain.job.events import PauseAsked
 from services.controller.ports.jobs import Change, Claim, Place, Stored
 from services.controller.ports.machines import Log
 from tests.controller.histories import NODE, node, placed, play, saved
-from tests.controller.stores.worlds import ACTOR, World, job
+from tests.controller.stores.worlds import ACTOR, OutsideRedis, World, job
 
 pytestmark = [pytest.mark.anyio, pytest.mark.redis]
 
@@ -36,6 +39,37 @@ async def test_a_job_comes_back_as_it_was_kept(world: World) -> None:
     assert [stored.job for stored in await world.ports.jobs.active()] == [kept.job]
     with pytest.raises(NotFoundError):
         await world.ports.jobs.load("job_" + "0" * 26)
+
+
+async def test_checkpoints_of_a_job_are_read_by_turns_and_those_that_did_not_change_once(
+    redis_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Retention and pins may keep sixteen thousand, which take half a second, after each change of their job."""
+    monkeypatch.setattr(long_work, "_TURN_S", -1.0)
+    rounds = 0
+
+    async def go_round() -> None:
+        nonlocal rounds
+        while True:
+            rounds += 1
+            await asyncio.sleep(0)
+
+    with Redis.from_url(redis_url, decode_responses=True) as redis:
+        async with redis_ports(redis_url) as ports:
+            kept = await World(ports, OutsideRedis(redis)).keep(job())
+            name = kept.job.id
+            written = [begin(checkpoint_id(name, step, 1), name, 1, 5) for step in range(1, 101)]
+            for each in written:
+                redis.hset(keys.job_checkpoints(name), each.id, each.model_dump_json())
+            going = asyncio.create_task(go_round())
+            before = (await ports.jobs.load(name)).job.checkpoints
+            going.cancel()
+            assert rounds >= 100
+            changed = written[50].model_copy(update={"pinned": True})
+            redis.hset(keys.job_checkpoints(name), changed.id, changed.model_dump_json())
+            after = (await ports.jobs.load(name)).job.checkpoints
+            assert [each for each in after if after[each] is not before[each]] == [changed.id]
+            assert after[changed.id] == changed
 
 
 async def test_a_claim_answers_the_first_job_again_and_refuses_another_body(world: World) -> None:

@@ -95,8 +95,8 @@ def keys_of_deletion(job_id: str) -> list[str]:
     ]
 
 
-def read_row(row: Row) -> Stored:
-    """The job of a row.
+def read_row(row: Row, parsed: Mapping[str, Checkpoint] = MappingProxyType({})) -> Stored:
+    """The job of a row; ``parsed``: those of its checkpoints that are known already.
 
     Raises:
         RecordUnreadableError: It makes no sense here.
@@ -109,7 +109,8 @@ def read_row(row: Row) -> Stored:
     try:
         version = _VERSION.validate_python(row.version)
         checkpoints = {
-            name: Checkpoint.model_validate_json(text) for name, text in row.checkpoints.items()
+            name: parsed.get(name) or Checkpoint.model_validate_json(text)
+            for name, text in row.checkpoints.items()
         }
         job = Job.model_validate_json(row.whole)
     except ValidationError as error:
@@ -146,6 +147,14 @@ class KnownRows:
         """The job of a row that is the same to the letter as when it was read."""
         return self._open.get(row) or self._ended.get(row)
 
+    def unchanged(self, row: Row) -> dict[str, Checkpoint]:
+        """Those of the row's checkpoints that are the same to the letter as when they were read."""
+        known = self._open.last(row.job_id) or self._ended.last(row.job_id)
+        if known is None or row.checkpoints is None:
+            return {}
+        before, found = known[0].checkpoints or {}, known[1].job.checkpoints
+        return {n: found[n] for n, text in row.checkpoints.items() if before.get(n) == text}
+
     def put(self, row: Row, stored: Stored) -> None:
         """Keep it, in place of what was used longest ago."""
         self.forget(row.job_id)
@@ -169,6 +178,9 @@ class _Rows:
             return None
         self._known.move_to_end(row.job_id)
         return known[1]
+
+    def last(self, job_id: str) -> tuple[Row, Stored] | None:
+        return self._known.get(job_id)
 
     def put(self, row: Row, stored: Stored) -> None:
         self._known[row.job_id] = (row, stored)

@@ -5,6 +5,8 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
+from pydantic import ValidationError
+
 from services.contract.messages.commands import COMMAND
 from services.contract.redis import redis_keys as keys
 from services.contract.system.long_work import in_turns
@@ -39,6 +41,7 @@ from services.controller.domain.errors import (
     StaleWriteError,
     StoreUnavailableError,
 )
+from services.controller.domain.job.checkpoint import Checkpoint
 from services.controller.domain.job.effects import Decision, Send
 from services.controller.domain.record import Record
 from services.controller.ports.jobs import (
@@ -196,7 +199,7 @@ class RedisJobs:
         rows = await self._rows([job_id]) if _JOB_ID.fullmatch(job_id) else []
         if not rows:
             raise _absent(job_id)
-        return self._read(rows[0])
+        return await self._read(rows[0])
 
     async def commit(self, change: Change, epoch: int | None = None) -> Stored:
         """See ``JobStore.commit``.
@@ -376,11 +379,11 @@ class RedisJobs:
         found: list[Stored] = []
         async for row in in_turns(rows):
             with contextlib.suppress(RecordUnreadableError):
-                found.append(self._read(row))
+                found.append(await self._read(row))
         return found
 
-    def _read(self, row: Row) -> Stored:
-        """The job of a row.
+    async def _read(self, row: Row) -> Stored:
+        """The job of a row: it may have thousands of checkpoints, which take it half a second.
 
         Raises:
             RecordUnreadableError: It makes no sense here, and is named as such.
@@ -389,8 +392,13 @@ class RedisJobs:
         known = self._known.get(row)
         if known is not None:
             return known
+        parsed = self._known.unchanged(row)
+        with contextlib.suppress(ValidationError):  # what cannot be read is told below
+            async for name, text in in_turns((row.checkpoints or {}).items()):
+                if name not in parsed:
+                    parsed[name] = Checkpoint.model_validate_json(text)
         try:
-            stored = read_row(row)
+            stored = read_row(row, parsed)
         except RecordUnreadableError as error:
             self._clients.unreadable.note(key, row.version, error.__cause__ or error)
             raise

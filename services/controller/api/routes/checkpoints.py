@@ -8,7 +8,7 @@ from fastapi import APIRouter, Request, Response
 from services.contract.api.views import CheckpointList, CheckpointView, JobView
 from services.contract.storage.exports import ExportManifest
 from services.contract.words.problems import Problem
-from services.controller.api.conditional import answer
+from services.controller.api.conditional import answer, answer_page
 from services.controller.api.context import (
     Context,
     WithActor,
@@ -36,7 +36,7 @@ async def list_checkpoints(
     """A job's checkpoints, newest first."""
     async with context.turns.of(asks.subject):
         found = await use_cases.list_checkpoints(context.ports, job_id)
-        return answer(request, found)
+        return await answer_page(request, found)
 
 
 @router.post(
