@@ -6,6 +6,7 @@ import subprocess
 import sys
 import tempfile
 import threading
+import tracemalloc
 from pathlib import Path
 from typing import Any
 
@@ -86,6 +87,25 @@ def test_one_call_removes_so_many_levels_and_the_next_ones_the_rest(
         with pytest.raises(OSError, match="too many levels, or is still written to"):
             remove_tree(tmp_path / "deep")
     remove_tree(tmp_path / "deep")
+
+
+@pytest.mark.parametrize("within", ["", "inner"])
+def test_names_that_take_much_memory_are_removed_in_little(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, within: str
+) -> None:
+    monkeypatch.setattr(removal, "_MOST_NAMES", 500, raising=False)
+    folder = tmp_path / "wide" / within
+    folder.mkdir(parents=True)
+    for number in range(4_000):
+        (folder / f"{number:0250}").touch()
+    tracemalloc.start()
+    try:
+        remove_tree(tmp_path / "wide")
+        _, most = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert not (tmp_path / "wide").exists()
+    assert most < 4_000 * 250 / 2
 
 
 def test_deep_folders_among_a_node_s_files_end_neither_its_gangs_nor_its_rounds(

@@ -100,12 +100,13 @@ def remove_own() -> None:
 def _files(uid: int) -> Iterator[tuple[Path, int]]:
     """The files and folders of a user, and when they were changed."""
     for folder in _FOLDERS:
-        with contextlib.suppress(OSError):
-            for path in folder.iterdir():
+        # One by one: ranks may have put millions there.
+        with contextlib.suppress(OSError), os.scandir(folder) as entries:
+            for entry in entries:
                 with contextlib.suppress(OSError):
-                    about = path.lstat()
+                    about = entry.stat(follow_symlinks=False)
                     if about.st_uid == uid:
-                        yield path, about.st_ctime_ns
+                        yield Path(entry.path), about.st_ctime_ns
 
 
 def _objects(uid: int) -> Iterator[tuple[str, int, int]]:

@@ -6,12 +6,14 @@ it with an error that is no OSError, and take all descriptors of the agent.
 
 import contextlib
 import errno
+import itertools
 import os
 import secrets
 from pathlib import Path
 from typing import Final
 
 _MOST_LEVELS: Final = 10_000
+_MOST_NAMES: Final = 1 << 16
 _ONLY_A_FOLDER: Final = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 
 
@@ -34,7 +36,7 @@ def remove_tree(folder: Path) -> None:
         return
     try:
         for _ in range(_MOST_LEVELS):
-            names = os.listdir(root)  # noqa: PTH208 a descriptor, not a path
+            names = _names(root)
             for name in names:
                 if not _is_unlinked(root, name):
                     _empty(root, name)
@@ -57,16 +59,26 @@ def _empty(root: int, name: str) -> None:
     _open_up(root, name)
     inner = os.open(name, _ONLY_A_FOLDER, dir_fd=root)
     try:
-        for each in os.listdir(inner):  # noqa: PTH208 the same
-            if not _is_unlinked(inner, each):
-                try:
-                    os.rmdir(each, dir_fd=inner)
-                except OSError:  # it is not empty
-                    _open_up(inner, each)
-                    os.rename(each, secrets.token_hex(16), src_dir_fd=inner, dst_dir_fd=root)
+        is_looked_at = False
+        while not is_looked_at:
+            names = _names(inner)
+            is_looked_at = len(names) < _MOST_NAMES
+            for each in names:
+                if not _is_unlinked(inner, each):
+                    try:
+                        os.rmdir(each, dir_fd=inner)
+                    except OSError:  # it is not empty
+                        _open_up(inner, each)
+                        os.rename(each, secrets.token_hex(16), src_dir_fd=inner, dst_dir_fd=root)
     finally:
         os.close(inner)
     os.rmdir(name, dir_fd=root)
+
+
+def _names(folder: int) -> list[str]:
+    """Names in a folder, and no more than an agent has memory for: a rank may have put ten million there."""
+    with os.scandir(folder) as entries:
+        return [entry.name for entry in itertools.islice(entries, _MOST_NAMES)]
 
 
 def _open_up(folder: int | None, name: str) -> None:
