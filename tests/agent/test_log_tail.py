@@ -114,6 +114,28 @@ def test_nothing_is_kept_of_an_unread_line_whose_beginning_is_cut_off(
     assert kept == ["whole"]
 
 
+@pytest.mark.parametrize("comes", ["before it is cut", "afterwards"])
+@pytest.mark.parametrize("is_read", [True, False])
+def test_no_half_of_a_secret_is_shown_of_a_long_line_within_which_the_file_is_started_over(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, comes: str, is_read: bool
+) -> None:
+    monkeypatch.setattr(log_tail, "FILE_BYTES", 1)
+    path = tmp_path / "log"
+    tail = LogTail(path, Mask({"key": "0123456789abcdef"}))
+    append(path, b"x" * ((1 << 16) if is_read else 2 * BACKLOG_BYTES) + b"0123456789")
+    shown = texts(tail) if is_read else []
+    half = b"abcdef\nafter\n"
+    if comes == "before it is cut":
+        append(path, half)
+    tail.cut_back()
+    if comes == "afterwards":
+        append(path, half)
+    words, *rest = texts(tail)
+    assert words.startswith("…")
+    assert rest == ["after"]
+    assert not any("0123456789" in text for text in shown)
+
+
 def test_no_half_of_a_secret_is_shown_of_a_long_line_that_overwrites_itself(tmp_path: Path) -> None:
     path = tmp_path / "log"
     append(path, b"\r 98%|#" * 10_000 + b"\r 99%|##\rthe key is 0123456789")

@@ -63,6 +63,7 @@ class LogTail:
         self._mask = mask
         self._offset = 0
         self._inside_cut_line = False
+        self._part_follows = False
         self._unreadable = False
         self._end: int | None = None
         self._kept_at: float | None = None
@@ -147,12 +148,16 @@ class LogTail:
                     words += f"; the last of them are in {self._keep(last[-PREVIOUS_BYTES:])}"
                 os.ftruncate(descriptor, 0)
                 rest = last[len(last) - unread :]
-                if unread < size - self._offset:  # in a part of a line there may be half a secret
-                    rest = rest.partition(b"\n")[2]
+                is_part = unread < size - self._offset or self._inside_cut_line
+                if is_part:  # of a line, in which there may be half a secret
+                    _, line_end, rest = rest.partition(b"\n")
+                    # The rank goes on with it, unless it has only made its file longer.
+                    is_part = not line_end and not last.endswith(b"\0")
                 file.write(f"{words}\n".encode() + rest)
         except OSError:
             return False  # it is not there yet, or the next call tries again
         self._start_over()
+        self._part_follows = is_part  # behind our words
         return is_kept
 
     def _keep(self, last: bytes) -> str:
@@ -184,7 +189,7 @@ class LogTail:
     def _start_over(self) -> None:
         """Somebody cut the file: what it holds now is new."""
         self._offset = 0
-        self._inside_cut_line = False
+        self._inside_cut_line = self._part_follows = False
 
     def _size(self) -> int:
         size = self._path.lstat().st_size
@@ -206,7 +211,8 @@ class LogTail:
                 if is_cut and not is_part:
                     line = line[: line.rindex(b"\r")]
                 lines.append(_tailed(line, self._mask, is_part=is_part))
-            self._inside_cut_line = end < 0
+            self._inside_cut_line = end < 0 or self._part_follows
+            self._part_follows = False
             start = stop + 1 if end >= 0 else stop
         self._offset += start
         return lines
