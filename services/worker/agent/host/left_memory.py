@@ -22,6 +22,7 @@ from services.contract.system.rank_user import RankUser
 from services.worker.agent.host.removal import remove_what_can_be
 
 EVERY_S: Final = 60.0
+_WITHIN_S: Final = 300.0
 _FOLDERS: Final = (Path("/dev/shm"), Path("/dev/mqueue"))  # noqa: S108 looked through, not written to
 _TABLES: Final = Path("/proc/sysvipc")
 _IPC_RMID: Final = 0
@@ -57,7 +58,7 @@ async def remove_as(user: RankUser, environment: Mapping[str, str]) -> None:
     """Run this module as ``user`` to its end.
 
     Raises:
-        OSError: The process cannot be started, or fails.
+        OSError: The process cannot be started, or fails, or takes too long: a rank that starts meanwhile can stop it.
     """
     process = await asyncio.create_subprocess_exec(
         *(sys.executable, "-P", "-m", __name__),
@@ -70,8 +71,9 @@ async def remove_as(user: RankUser, environment: Mapping[str, str]) -> None:
         extra_groups=(),
     )
     try:
-        code = await process.wait()
-    except asyncio.CancelledError:
+        async with asyncio.timeout(_WITHIN_S):
+            code = await process.wait()
+    except (asyncio.CancelledError, TimeoutError):
         with contextlib.suppress(ProcessLookupError):
             process.kill()
         raise
