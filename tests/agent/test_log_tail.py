@@ -1,5 +1,6 @@
 """Files that ranks write become log lines: each once, bounded, readable."""
 
+import ctypes
 import os
 from pathlib import Path
 
@@ -15,6 +16,8 @@ from services.worker.agent.telemetry.log_tail import (
     LogTail,
     level_of,
 )
+
+KEEP_SIZE = 1  # FALLOC_FL_KEEP_SIZE
 
 
 def texts(tail: LogTail, limit: int = 1_000, *, last: bool = False) -> list[str]:
@@ -117,7 +120,7 @@ def test_nothing_is_kept_of_an_unread_line_whose_beginning_is_cut_off(
 @pytest.mark.parametrize("comes", ["before it is cut", "afterwards"])
 @pytest.mark.parametrize("is_read", [True, False])
 def test_no_half_of_a_secret_is_shown_of_a_long_line_within_which_the_file_is_started_over(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, comes: str, is_read: bool
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, comes: str, *, is_read: bool
 ) -> None:
     monkeypatch.setattr(log_tail, "FILE_BYTES", 1)
     path = tmp_path / "log"
@@ -226,6 +229,26 @@ def test_what_a_rank_makes_long_at_no_cost_is_kept_now_and_then_alone(
         kept_files.add(kept.st_ino)
     assert len(kept_files) == 1
     assert {f"line {number}" for number in range(3)} <= set(told)
+
+
+def test_a_file_that_takes_much_of_the_disk_beyond_its_end_is_started_over(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(log_tail, "FILE_BYTES", 1 << 16)
+    path = tmp_path / "log"
+    append(path, b"before\n")
+    with path.open("ab") as rank:
+        allocate = ctypes.CDLL(None).fallocate
+        allocate.argtypes = (ctypes.c_int, ctypes.c_int, ctypes.c_long, ctypes.c_long)
+        if allocate(rank.fileno(), KEEP_SIZE, 0, 1 << 20):
+            pytest.skip("the file system of temporary files keeps no room")
+    tail = LogTail(path)
+    assert tail.is_too_long()
+    tail.cut_back()
+    words, *kept = drained(tail)
+    assert words.startswith("…")
+    assert kept == ["before"]
+    assert not tail.is_too_long()
 
 
 def test_a_link_in_the_place_of_a_file_is_not_cut_back(
