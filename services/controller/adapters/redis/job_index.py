@@ -23,7 +23,7 @@ from services.controller.adapters.redis.connection import (
     raise_refusal,
     to_ms,
 )
-from services.controller.adapters.redis.job_rows import Row, read_row
+from services.controller.adapters.redis.job_rows import Row, read_by_turns
 from services.controller.domain.errors import RecordUnreadableError
 from services.controller.domain.job.job import Job
 from services.controller.ports.jobs import Among, JobSummary, Place, Stored
@@ -152,15 +152,16 @@ class JobIndex:
         left = list(job_ids)
         for _ in range(_TRIES):
             rows = await self._read(left)
+            listings = [await _listing(row) for row in rows]
             with answering():
                 async with self._clients.writes.pipeline(transaction=False) as pipe:
-                    for row in rows:
+                    for row, listing in zip(rows, listings, strict=True):
                         await self._put(
                             keys=[keys.job(row.job_id), keys.JOBS],
                             args=[
                                 row.version or "",
                                 row.job_id,
-                                *_listing(row),
+                                *listing,
                                 keys.jobs_in_state(""),
                             ],
                             client=pipe,
@@ -233,9 +234,9 @@ def _summary(text: str | None, state: str | None) -> JobSummary | None:
     return told if told.state == state else told.model_copy(update={"state": JobState(state)})
 
 
-def _listing(row: Row) -> tuple[str, str]:
+async def _listing(row: Row) -> tuple[str, str]:
     """A job's summary and its indexes; nothing of one that cannot be read."""
     try:
-        return listing_of(read_row(row).job)
+        return listing_of((await read_by_turns(row)).job)
     except RecordUnreadableError:
         return "", ""

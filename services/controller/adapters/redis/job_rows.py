@@ -5,6 +5,7 @@ A record is split by how its parts change: ``doc`` has what changes at any commi
 whole: older versions wrote such, and so does who does not lead (see ``RedisJobs.commit``).
 """
 
+import contextlib
 from collections import OrderedDict
 from collections.abc import Mapping
 from types import MappingProxyType
@@ -13,6 +14,7 @@ from typing import Annotated, Final, NamedTuple
 from pydantic import Field, TypeAdapter, ValidationError
 
 from services.contract.redis import redis_keys as keys
+from services.contract.system.long_work import in_turns
 from services.controller.domain.errors import RecordUnreadableError
 from services.controller.domain.job.checkpoint import Checkpoint
 from services.controller.domain.job.job import Job
@@ -116,6 +118,22 @@ def read_row(row: Row, parsed: Mapping[str, Checkpoint] = MappingProxyType({})) 
     except ValidationError as error:
         raise RecordUnreadableError(unreadable(row.job_id, "its log says why")) from error
     return Stored(job.model_copy(update={"checkpoints": checkpoints}), version)
+
+
+async def read_by_turns(
+    row: Row, parsed: Mapping[str, Checkpoint] = MappingProxyType({})
+) -> Stored:
+    """As ``read_row``, by turns of the loop: a job may have thousands of checkpoints, which take half a second.
+
+    Raises:
+        RecordUnreadableError: It makes no sense here.
+    """
+    found = dict(parsed)
+    with contextlib.suppress(ValidationError):  # what cannot be read is told below
+        async for name, text in in_turns((row.checkpoints or {}).items()):
+            if name not in found:
+                found[name] = Checkpoint.model_validate_json(text)
+    return read_row(row, found)
 
 
 def unreadable(job_id: str, why: str) -> str:

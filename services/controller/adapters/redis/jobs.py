@@ -5,8 +5,6 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
-from pydantic import ValidationError
-
 from services.contract.messages.commands import COMMAND
 from services.contract.redis import redis_keys as keys
 from services.contract.system.long_work import in_turns
@@ -25,6 +23,7 @@ from services.controller.adapters.redis.job_rows import (
     Row,
     keys_of_commit,
     keys_of_deletion,
+    read_by_turns,
     read_row,
     split,
     unreadable,
@@ -41,7 +40,6 @@ from services.controller.domain.errors import (
     StaleWriteError,
     StoreUnavailableError,
 )
-from services.controller.domain.job.checkpoint import Checkpoint
 from services.controller.domain.job.effects import Decision, Send
 from services.controller.domain.record import Record
 from services.controller.ports.jobs import (
@@ -383,7 +381,7 @@ class RedisJobs:
         return found
 
     async def _read(self, row: Row) -> Stored:
-        """The job of a row: it may have thousands of checkpoints, which take it half a second.
+        """The job of a row.
 
         Raises:
             RecordUnreadableError: It makes no sense here, and is named as such.
@@ -392,13 +390,8 @@ class RedisJobs:
         known = self._known.get(row)
         if known is not None:
             return known
-        parsed = self._known.unchanged(row)
-        with contextlib.suppress(ValidationError):  # what cannot be read is told below
-            async for name, text in in_turns((row.checkpoints or {}).items()):
-                if name not in parsed:
-                    parsed[name] = Checkpoint.model_validate_json(text)
         try:
-            stored = read_row(row, parsed)
+            stored = await read_by_turns(row, self._known.unchanged(row))
         except RecordUnreadableError as error:
             self._clients.unreadable.note(key, row.version, error.__cause__ or error)
             raise

@@ -322,8 +322,8 @@ def _is_worth_waiting(draft: Draft, sealed: Checkpoint) -> bool:
     return not any(c.step > sealed.step and c.state in written for c in job.checkpoints.values())
 
 
-def _put(draft: Draft, checkpoint: Checkpoint) -> None:
-    draft.change(checkpoints={**draft.job.checkpoints, checkpoint.id: checkpoint})
+def _put(draft: Draft, *changed: Checkpoint) -> None:
+    draft.change(checkpoints={**draft.job.checkpoints, **{c.id: c for c in changed}})
 
 
 def _retire(draft: Draft) -> None:
@@ -347,8 +347,9 @@ def _retire(draft: Draft) -> None:
     given_up = {c.id for c in surplus}
     newest = checkpoints.newest(line, abandoned, count)
     kept = tuple(c.id for c in newest if c.id not in given_up)
-    for checkpoint in [*stuck, *surplus]:
-        _put(draft, checkpoints.deleting(checkpoint, draft.now_ms))
+    # At once: where retention is lowered there may be thousands.
+    _put(draft, *(checkpoints.deleting(c, draft.now_ms) for c in (*stuck, *surplus)))
+    for checkpoint in (*stuck, *surplus):
         command = RetireCheckpoint(
             job_id=job.id, fence=job.fence, checkpoint_id=checkpoint.id, kept=kept
         )
