@@ -139,6 +139,40 @@ def test_no_half_of_a_secret_is_shown_of_a_long_line_within_which_the_file_is_st
     assert not any("0123456789" in text for text in shown)
 
 
+def test_no_line_is_hidden_behind_a_cut_one_that_was_passed_over(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "log"
+    tail = LogTail(path)
+    append(path, b"x" * (1 << 16))
+    drained(tail)
+    with monkeypatch.context() as patched:
+        patched.setattr(log_tail, "FILE_BYTES", 1)
+        tail.cut_back()
+    append(path, b"the rest\n" + b"".join(b"%07d\n" % n for n in range(BACKLOG_BYTES // 4)))
+    words, first, second, *_ = drained(tail)
+    assert words.startswith("…")
+    assert int(second) == int(first) + 1
+    assert int(words.split()[1]) == int(first) + 2  # the words at its beginning, and the cut line
+
+
+def test_no_half_of_a_secret_is_shown_of_a_file_that_is_started_over_twice_before_it_is_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(log_tail, "FILE_BYTES", 1)
+    path = tmp_path / "log"
+    tail = LogTail(path, Mask({"key": "0123456789abcdef"}))
+    append(path, b"x" * (1 << 16) + b"0123456789")
+    drained(tail)
+    tail.cut_back()
+    append(path, b"abc")
+    tail.cut_back()
+    append(path, b"def\nafter\n")
+    words, *rest = drained(tail)
+    assert words.startswith("…")
+    assert rest == ["after"]
+
+
 def test_no_half_of_a_secret_is_shown_of_a_long_line_that_overwrites_itself(tmp_path: Path) -> None:
     path = tmp_path / "log"
     append(path, b"\r 98%|#" * 10_000 + b"\r 99%|##\rthe key is 0123456789")

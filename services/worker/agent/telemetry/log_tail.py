@@ -149,7 +149,12 @@ class LogTail:
                     words += f"; the last of them are in {self._keep(last[-PREVIOUS_BYTES:])}"
                 os.ftruncate(descriptor, 0)
                 rest = last[len(last) - unread :]
-                is_part = unread < size - self._offset or self._inside_cut_line
+                if self._part_follows and unread == size:
+                    # It comes behind our last words, which nobody has read.
+                    rest = rest.partition(b"\n")[2]
+                is_part = (
+                    unread < size - self._offset or self._inside_cut_line or self._part_follows
+                )
                 if is_part:  # of a line, in which there may be half a secret
                     _, line_end, rest = rest.partition(b"\n")
                     # The rank goes on with it, unless it has only made its file longer.
@@ -231,6 +236,7 @@ class LogTail:
         rest = file.readline(_PARTIAL_BYTES)
         count += rest.count(b"\n")
         self._inside_cut_line = not rest.endswith(b"\n")
+        self._part_follows = False  # it is passed over, or is the line within which we are
         self._offset = file.tell()
         what = f"{count} lines" if skipped <= _COUNTED_BYTES else f"{skipped} bytes"
         return f"… {what} dropped here: the rank writes faster than its log is followed"
