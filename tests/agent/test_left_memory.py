@@ -44,7 +44,7 @@ def test_a_process_that_a_rank_has_stopped_is_not_waited_for_for_ever(
 
     async def remove() -> None:
         async with asyncio.timeout(30):
-            with pytest.raises(TimeoutError):
+            with pytest.raises(TimeoutError, match="the process that frees it took"):
                 await remove_as(RankUser("root", 0, 0, "/"), child_environment())
             assert await started[0].wait() == -signal.SIGKILL
 

@@ -73,9 +73,11 @@ async def remove_as(user: RankUser, environment: Mapping[str, str]) -> None:
     try:
         async with asyncio.timeout(_WITHIN_S):
             code = await process.wait()
-    except (asyncio.CancelledError, TimeoutError):
+    except (asyncio.CancelledError, TimeoutError) as error:
         with contextlib.suppress(ProcessLookupError):
             process.kill()
+        if isinstance(error, TimeoutError):  # that one says nothing
+            raise TimeoutError(f"the process that frees it took {_WITHIN_S:.0f} s") from error
         raise
     if code:
         raise OSError(f"the process that frees it exited with code {code}")
