@@ -407,7 +407,9 @@ def test_what_the_node_does_not_allow_is_refused_without_a_process(node: Node) -
     failure = node.fails(question("os:system", {"command": "true"}))
     assert failure.code == "refused"
     assert "os:system is not among MESHLOOM_FACTORY_PREFIXES" in failure.reason
-    assert node.fails(question("models:Net", {"dim": {"secret": "NONE"}})).code == "refused"
+    failure = node.fails(question("probed_models:Net", {"dim": {"secret": "NONE"}}))
+    assert failure.code == "refused"
+    assert "secret NONE" in failure.reason
 
 
 def test_a_node_is_not_measured_where_ranks_run(node: Node) -> None:
