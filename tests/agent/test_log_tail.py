@@ -168,9 +168,49 @@ def test_no_half_of_a_secret_is_shown_of_a_file_that_is_started_over_twice_befor
     append(path, b"abc")
     tail.cut_back()
     append(path, b"def\nafter\n")
-    words, *rest = drained(tail)
-    assert words.startswith("…")
+    first, second, *rest = drained(tail)
+    assert first.startswith("…")
+    assert second.startswith("…")
     assert rest == ["after"]
+
+
+@pytest.mark.parametrize("call", ["fstat", "ftruncate"])
+def test_no_half_of_a_secret_is_shown_of_a_rank_that_writes_while_its_file_is_started_over(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: str
+) -> None:
+    """A program in C writes blocks of its buffer, which begin and end anywhere in a line."""
+    path = tmp_path / "log"
+    path.touch()
+    tail = LogTail(path, Mask({"key": "0123456789abcdef"}))
+    blocks = iter([b"abcdef\nthe key is 0123456789", b"abcdef\nand lost is 0123456789"])
+    append(path, b"a whole line\nthe key is 0123456789")
+    called = getattr(os, call)
+
+    def and_the_rank_writes(descriptor: int, *arguments: int) -> object:
+        result = called(descriptor, *arguments)
+        append(path, next(blocks, b""))
+        return result
+
+    monkeypatch.setattr(log_tail, "FILE_BYTES", 1)
+    monkeypatch.setattr(os, call, and_the_rank_writes)
+    tail.cut_back()
+    monkeypatch.undo()
+    append(path, b"abcdef\nafter\n")
+    words, first, *rest, last = texts(tail)
+    assert words.startswith("…")
+    assert first == "a whole line"
+    assert {*rest} <= {"the key is [secret key]"}
+    assert last == "after"
+
+
+def test_no_half_of_a_secret_is_shown_of_the_last_line_of_a_rank_that_was_killed(
+    tmp_path: Path,
+) -> None:
+    path = tmp_path / "log"
+    append(path, b"before\nthe key is 0123456789")
+    tail = LogTail(path, Mask({"key": "0123456789abcdef"}))
+    lines = [line.text for line in tail.read(10, last=True)]
+    assert lines == ["before", "the key is [secret key]"]
 
 
 def test_no_half_of_a_secret_is_shown_of_a_long_line_that_overwrites_itself(tmp_path: Path) -> None:

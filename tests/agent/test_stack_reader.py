@@ -205,7 +205,7 @@ def test_half_a_secret_at_the_end_of_what_is_read_of_stacks_is_left_out(tmp_path
     finally:
         signal.signal(STACKS_SIGNAL, handles)
     assert len(found[0].text) > TEXT_KEPT // 2
-    assert {*found[0].text} == {"x"}
+    assert found[0].text.strip("x") == "[secret HUB]"
 
 
 def test_of_a_process_that_is_gone_there_is_no_stack() -> None:

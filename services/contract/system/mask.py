@@ -17,6 +17,7 @@ from pydantic_core import from_json, to_json
 # Shorter ones occur by chance, and could not be masked without masking half of the output.
 MIN_SECRET_CHARACTERS: Final = 8
 _MOST_ONE_BY_ONE: Final = 256
+_SHORTEST_BEGINNING: Final = 4  # of a secret; shorter ones say little, and occur by chance
 # Half of a surrogate pair, which neither JSON nor a secret has.
 _BETWEEN: Final = "\ud800"
 _Found = tuple[int, int, str]
@@ -34,21 +35,32 @@ class Mask:
 
     def __init__(self, secrets: Mapping[str, str]) -> None:
         self._forms = {form: name for name, value in secrets.items() for form in _forms(value)}
-        self._longest = max(map(len, self._forms), default=0)
         self._windows = _windows(self._forms) if len(self._forms) > _MOST_ONE_BY_ONE else {}
 
     def text(self, text: str) -> str:
         """``text`` with the names of secrets in place of their values."""
+        return self._masked(text, self._found(text))
+
+    def cut_text(self, text: str) -> str:
+        """The same of a text whose end is missing: what may be the beginning of a secret there is masked, too."""
+        return self._masked(text, itertools.chain(self._found(text), self._begun(text)))
+
+    def _masked(self, text: str, found: Iterable[_Found]) -> str:
         parts, end = [], 0
-        for start, stop, form in _joined(self._found(text)):
+        for start, stop, form in _joined(found):
             parts += [text[end:start], f"[secret {self._forms[form]}]"]
             end = stop
         return "".join((*parts, text[end:]))
 
-    def cut_text(self, text: str) -> str:
-        """The same of a text whose end is missing, without what may be the beginning of a secret there."""
-        masked = self.text(text)
-        return masked[: max(len(masked) - self._longest, 0)]
+    def _begun(self, text: str) -> Iterator[_Found]:
+        """What stands at the end of a text of forms that may go on behind it."""
+        for form in self._forms:
+            beginning = form[:_SHORTEST_BEGINNING]
+            at = text.find(beginning, max(len(text) - len(form) + 1, 0))
+            while at >= 0 and not form.startswith(text[at:]):
+                at = text.find(beginning, at + 1)
+            if at >= 0:
+                yield at, len(text), form
 
     def _found(self, text: str) -> Iterator[_Found]:
         """Where forms stand in a text, and which."""

@@ -29,6 +29,8 @@ KEPT_EVERY_S: Final = 10.0
 """It is kept so often at most: a rank can make its file long at no cost, as often as it likes."""
 IN_USE_WITHIN_S: Final = 2.0
 """For so long after the end of all ranks a file is waited for that another thread reads or starts over."""
+_LOOKS_FOR_GROWTH: Final = 10
+_LOOK_S: Final = 0.01
 _BLOCK: Final = 512
 _KEPT_BYTES: Final = 1 << 18
 _CHUNK_BYTES: Final = 1 << 18
@@ -64,7 +66,7 @@ class LogTail:
         self._mask = mask
         self._offset = 0
         self._inside_cut_line = False
-        self._part_follows = False
+        self._broken_at = -1
         self._unreadable = False
         self._end: int | None = None
         self._kept_at: float | None = None
@@ -123,7 +125,8 @@ class LogTail:
         that a rank has put there in a hundred thousand pieces.
 
         The rank goes on to append to the same file. What it writes while this is done, within
-        some milliseconds, may be lost; what was not read yet, up to ``BACKLOG_BYTES``, is not.
+        some milliseconds, may be lost, and of the line that it goes on with then nothing is shown; what was not
+        read yet, up to ``BACKLOG_BYTES``, is not lost.
         """
         with self._in_use:
             return self._cut_back(may_keep=may_keep)
@@ -138,32 +141,39 @@ class LogTail:
             flags = os.O_RDWR | os.O_APPEND | os.O_NOFOLLOW | os.O_NONBLOCK
             descriptor = os.open(self._path, flags)
             with os.fdopen(descriptor, "r+b", buffering=0) as file:
+                is_written = _grows(descriptor)
                 size = os.fstat(descriptor).st_size
                 unread = min(max(size - self._offset, 0), BACKLOG_BYTES)
-                wanted = max(unread, PREVIOUS_BYTES) if is_kept else unread
-                file.seek(max(size - wanted, 0))
+                wanted = min(max(unread, PREVIOUS_BYTES if is_kept else 1), size)
+                file.seek(size - wanted)
                 last = file.read(wanted)
                 words = f"… {size} bytes until here"
                 if is_kept:
                     self._kept_at = now
                     words += f"; the last of them are in {self._keep(last[-PREVIOUS_BYTES:])}"
-                os.ftruncate(descriptor, 0)
                 rest = last[len(last) - unread :]
-                if self._part_follows and unread == size:
-                    # It comes behind our last words, which nobody has read.
-                    rest = rest.partition(b"\n")[2]
-                is_part = (
-                    unread < size - self._offset or self._inside_cut_line or self._part_follows
-                )
-                if is_part:  # of a line, in which there may be half a secret
+                is_part = False
+                if (broken := self._broken_at - (size - unread)) >= 0:  # nobody has read it yet
+                    begins, ends = rest.rfind(b"\n", 0, broken) + 1, rest.find(b"\n", broken)
+                    is_part = ends < 0
+                    rest = rest[:begins] + (b"" if is_part else rest[ends + 1 :])
+                if unread < size - self._offset or self._inside_cut_line:
+                    # A part of a line, in which there may be half a secret.
                     _, line_end, rest = rest.partition(b"\n")
                     # The rank goes on with it, unless it has only made its file longer.
-                    is_part = not line_end and not last.endswith(b"\0")
-                file.write(f"{words}\n".encode() + rest)
+                    is_part = is_part or (not line_end and not last.endswith(b"\0"))
+                # Of the line that it goes on with, something may be lost.
+                is_part = is_part or is_written or os.fstat(descriptor).st_size != size
+                os.ftruncate(descriptor, 0)
+                kept = f"{words}\n".encode() + rest
+                file.write(kept)
+                place = file.tell()
         except OSError:
             return False  # it is not there yet, or the next call tries again
         self._start_over()
-        self._part_follows = is_part  # behind our words
+        self._offset = max(place - len(kept), 0)  # what was written before our words is lost, too
+        if is_part or self._offset:
+            self._broken_at = place
         return is_kept
 
     def _keep(self, last: bytes) -> str:
@@ -195,7 +205,8 @@ class LogTail:
     def _start_over(self) -> None:
         """Somebody cut the file: what it holds now is new."""
         self._offset = 0
-        self._inside_cut_line = self._part_follows = False
+        self._inside_cut_line = False
+        self._broken_at = -1
 
     def _size(self) -> int:
         size = self._path.lstat().st_size
@@ -210,15 +221,14 @@ class LogTail:
                 break
             stop = end if end >= 0 else len(chunk)
             is_cut = end < 0 and not last
-            if not self._inside_cut_line:
+            is_broken = self._offset + start <= self._broken_at <= self._offset + stop
+            if not (self._inside_cut_line or is_broken):
                 line = chunk[start:stop]
-                # What stands behind the last return may be cut within a secret, which no mask finds then.
-                is_part = is_cut and b"\r" not in line
-                if is_cut and not is_part:
+                if is_cut and b"\r" in line:  # what stands behind the last return is overwritten
                     line = line[: line.rindex(b"\r")]
-                lines.append(_tailed(line, self._mask, is_part=is_part))
-            self._inside_cut_line = end < 0 or self._part_follows
-            self._part_follows = False
+                # It may be cut within a secret; so may be the last line of a rank that was killed.
+                lines.append(_tailed(line, self._mask, is_part=end < 0))
+            self._inside_cut_line = end < 0
             start = stop + 1 if end >= 0 else stop
         self._offset += start
         return lines
@@ -236,7 +246,6 @@ class LogTail:
         rest = file.readline(_PARTIAL_BYTES)
         count += rest.count(b"\n")
         self._inside_cut_line = not rest.endswith(b"\n")
-        self._part_follows = False  # it is passed over, or is the line within which we are
         self._offset = file.tell()
         what = f"{count} lines" if skipped <= _COUNTED_BYTES else f"{skipped} bytes"
         return f"… {what} dropped here: the rank writes faster than its log is followed"
@@ -245,6 +254,16 @@ class LogTail:
 def _takes_much(about: os.stat_result) -> bool:
     # A rank can have the disk keep room for it beyond its end, and XFS does so by itself, for less.
     return about.st_size > FILE_BYTES or about.st_blocks * _BLOCK > 4 * FILE_BYTES
+
+
+def _grows(descriptor: int) -> bool:
+    """Whether a rank writes to its file now; it may be held up for a while in the middle of that."""
+    size = os.fstat(descriptor).st_size
+    for _ in range(_LOOKS_FOR_GROWTH):
+        threading.Event().wait(_LOOK_S)
+        if os.fstat(descriptor).st_size != size:
+            return True
+    return False
 
 
 def _tailed(line: bytes, mask: Mask, *, is_part: bool) -> TailedLine:
