@@ -259,6 +259,15 @@ def test_what_is_no_answer_of_an_object_store_is_a_condition(
         do[what]()
 
 
+def test_a_folder_whose_name_leads_elsewhere_is_none(bucket: Bucket, server: S3Server) -> None:
+    """A server that does not divide names at each slash; a backup would have been written beside its folder."""
+    named = (f"<Prefix>{bucket.address.prefix}/job/{n}/</Prefix>" for n in ("../../x", "..", "a"))
+    told = "".join(f"<CommonPrefixes>{name}</CommonPrefixes>" for name in named)
+    listing = f"<ListBucketResult><IsTruncated>false</IsTruncated>{told}</ListBucketResult>"
+    server.fail(Fault(methods=("GET",), within="list-type=2", status=200, says=listing))
+    assert bucket.folders("job") == {"a"}
+
+
 def test_a_record_that_breaks_off_is_not_taken_for_whole(bucket: Bucket, server: S3Server) -> None:
     bucket.replace("record", b"0123456789")
     server.fail(Fault(methods=("GET",), keeps=4, headers=("content-length", "etag")))

@@ -440,8 +440,9 @@ class Bucket:
 
 
 def _is_file_name(name: str) -> bool:
-    # Consoles keep an object without a name for a folder. One named `..` would lead whoever copies it out of theirs.
-    is_name = name not in {"", ".", ".."} and "\0" not in name
+    # Consoles keep an object without a name for a folder. One named `..` would lead whoever copies it out of theirs,
+    # and so would `../..`, which only a server that does not divide names where it is asked to tells of.
+    is_name = name not in {"", ".", ".."} and not set(name) & {"\0", "/"}
     return is_name and len(name.encode()) <= _LONGEST_NAME
 
 
