@@ -5,14 +5,20 @@ import contextlib
 import functools
 import hashlib
 import json
+import threading
 from pathlib import Path
+from typing import NoReturn
 
 import pytest
 from fastapi import Request
 from starlette.types import Message
 
+from services.contract.storage.bucket import Bucket
 from services.contract.storage.exports import EXPORT_MANIFEST, ExportedFile, ExportManifest
-from services.controller.adapters.storage.exports import FolderExports
+from services.contract.storage.storage_address import BucketAddress
+from services.contract.system.durable import StorageAwayError
+from services.controller.adapters.storage import exports as module
+from services.controller.adapters.storage.exports import FolderExports, export_store
 from services.controller.api import downloads
 from services.controller.api.downloads import wanted_range
 from services.controller.api.sse import StreamSlots, Viewer
@@ -124,6 +130,34 @@ async def test_a_download_that_breaks_off_before_its_first_byte_leaves_no_file_o
     await answer(scope, receive, send)
     assert exported not in open_files()
     assert slots.free == 4
+
+
+@pytest.mark.anyio
+@pytest.mark.parametrize("store", ["folder", "bucket"])
+async def test_a_storage_that_does_not_answer_takes_no_threads_of_the_loop(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, store: str
+) -> None:
+    """Redis is looked up in those: six downloads of one owner took the lead from its controller."""
+    again = threading.Event()
+
+    def wait(*_: object) -> NoReturn:
+        again.wait()
+        raise StorageAwayError("it is back")
+
+    monkeypatch.setattr(module, "_read_manifest", wait)
+    monkeypatch.setattr(Bucket, "read", wait)
+    address = tmp_path if store == "folder" else BucketAddress("checkpoints", "")
+    reads = [
+        asyncio.create_task(export_store(address).manifest(JOB, CHECKPOINT)) for _ in range(100)
+    ]
+    try:
+        done, _ = await asyncio.wait(reads, timeout=0)
+        async with asyncio.timeout(20):
+            assert await asyncio.get_running_loop().getaddrinfo("localhost", 1)
+        assert not done
+    finally:
+        again.set()
+        await asyncio.gather(*reads, return_exceptions=True)
 
 
 def open_files() -> set[Path]:

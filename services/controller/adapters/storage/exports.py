@@ -3,9 +3,10 @@
 import asyncio
 import contextlib
 import os
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, TypeVar
 
 import structlog
 from pydantic import ValidationError
@@ -24,7 +25,11 @@ _PART_BYTES: Final = 1 << 18
 # and the loop renews no lead; so much is enough for ten thousand files.
 _LONGEST_MANIFEST: Final = 2 << 20
 _AGAIN: Final = "export the checkpoint again"
+# Of their own: a storage that does not answer holds each for a minute and more. In those of the loop plans are made,
+# archives read, and hosts looked up: that of Redis, too.
+_THREADS: Final = ThreadPoolExecutor(max_workers=16, thread_name_prefix="storage")
 _log = structlog.get_logger()
+_Answer = TypeVar("_Answer")
 
 
 class FolderExports:
@@ -41,7 +46,7 @@ class FolderExports:
     async def manifest(self, job_id: str, checkpoint_id: str) -> ExportManifest:
         """See ``ExportStore.manifest``."""
         path = self._folder(job_id, checkpoint_id) / EXPORT_MANIFEST
-        text = await asyncio.to_thread(_read_manifest, path)
+        text = await _reading(_read_manifest, path)
         async with self._parsing:
             return await asyncio.to_thread(_parsed, text)
 
@@ -50,7 +55,7 @@ class FolderExports:
     ) -> AsyncIterator[bytes]:
         """See ``ExportStore.content``."""
         path = self._folder(job_id, checkpoint_id) / name
-        parts = _parts(await asyncio.to_thread(_open, path), start, end)
+        parts = _parts(await _reading(_open, path), start, end)
         await anext(parts)  # a generator that never began closes no file when it is closed
         return parts
 
@@ -78,7 +83,7 @@ class BucketExports:
         """See ``ExportStore.manifest``."""
         name = _object(job_id, checkpoint_id, EXPORT_MANIFEST)
         with _refusals(EXPORT_MANIFEST):
-            text, _ = await asyncio.to_thread(self._bucket.read, name)
+            text, _ = await _reading(self._bucket.read, name)
         async with self._parsing:
             return await asyncio.to_thread(_parsed, text)
 
@@ -90,7 +95,7 @@ class BucketExports:
             return _from_bucket(iter(()))
         whole = _object(job_id, checkpoint_id, name)
         with _refusals(name):
-            parts = await asyncio.to_thread(self._bucket.parts, whole, start, end)
+            parts = await _reading(self._bucket.parts, whole, start, end)
         return _from_bucket(parts)
 
 
@@ -108,6 +113,10 @@ def export_store(address: Path | BucketAddress | None) -> FolderExports | Bucket
     return BucketExports(Bucket(address))
 
 
+async def _reading(read: Callable[..., _Answer], *about: object) -> _Answer:
+    return await asyncio.get_running_loop().run_in_executor(_THREADS, read, *about)
+
+
 def _object(job_id: str, checkpoint_id: str, name: str) -> str:
     return f"{job_id}/exports/{checkpoint_id}/{name}"
 
@@ -115,7 +124,7 @@ def _object(job_id: str, checkpoint_id: str, name: str) -> str:
 async def _from_bucket(parts: Iterator[bytes]) -> AsyncIterator[bytes]:
     while True:
         try:
-            part = await asyncio.to_thread(next, parts, b"")
+            part = await _reading(next, parts, b"")
         except OSError as error:
             # Cut short: the client sees that bytes are missing, and asks for the rest.
             _log.warning("download_cut_short", why=str(error))
@@ -163,9 +172,7 @@ async def _parts(descriptor: int, start: int, end: int) -> AsyncIterator[bytes]:
         yield b""  # it has begun
         while start < end:
             # In a thread: the storage may be on another host.
-            part = await asyncio.to_thread(
-                os.pread, descriptor, min(_PART_BYTES, end - start), start
-            )
+            part = await _reading(os.pread, descriptor, min(_PART_BYTES, end - start), start)
             if not part:
                 return  # cut short by whoever writes there; the client sees that bytes are missing
             start += len(part)
