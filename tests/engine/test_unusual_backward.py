@@ -13,6 +13,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+from fsdp_core import clip_grad_norm_
 from tests.engine.gang import Gangs, RankContext
 from tests.engine.versus import assert_same_full, assert_same_tensor, full, ours, theirs
 
@@ -179,6 +180,8 @@ def check_zero_grad(ctx: RankContext) -> None:
         model.zero_grad()
         model.requires_grad_(requires_grad=False)
         assert all(param.grad is not None and param.requires_grad for param in slices)
+        for clip in (clip_grad_norm_, nn.utils.clip_grad_norm_):
+            assert clip(model.parameters(), 1.0) == 0.0
         optimizer.zero_grad()
         assert all(param.grad is None for param in slices)
         model.reshard()
