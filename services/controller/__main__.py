@@ -8,6 +8,7 @@ import contextlib
 import dataclasses
 import functools
 import logging
+import resource
 import secrets
 import signal
 import socket
@@ -54,6 +55,10 @@ from services.controller.use_cases.plans import Drawing
 _log = structlog.get_logger()
 _GRACE_S = 1
 _TICK_S = 1.0
+# As many wait to be accepted as the kernel keeps for us. Of those so many are accepted at a time, for only then is seen
+# how many are open: all at once would take every descriptor, whatever MESHLOOM_MAX_CONNECTIONS says.
+_WAITING = 512
+_ACCEPTED_AT_A_TIME = 64
 
 
 class ControllerServer(uvicorn.Server):
@@ -80,6 +85,13 @@ class ControllerServer(uvicorn.Server):
         self._stopping.set()
         super().handle_exit(sig, frame)
 
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        """Begin to serve."""
+        await super().startup(sockets)
+        for listener in sockets or ():
+            # asyncio takes one number for how many wait and for how many it accepts at a time.
+            listener.listen(_WAITING)
+
     async def main_loop(self) -> None:
         """Serve until told to end. It looks each second, where uvicorn's own looks ten times."""
         while not await self.on_tick(0):
@@ -95,6 +107,7 @@ def main() -> None:
     set_up_process(holds_secrets=True)
     keep_collections_short()
     give_large_blocks_back()
+    _use_all_descriptors()
     try:
         settings = Settings()
     except ValidationError as error:
@@ -211,6 +224,7 @@ async def serve(
             lifespan="off",
             server_header=False,
             timeout_graceful_shutdown=_GRACE_S,
+            backlog=_ACCEPTED_AT_A_TIME,
             http=(BoundedProtocol if certificate is None else BoundedTlsProtocol).within(
                 ConnectionLimits(settings.request_timeout_s, settings.max_connections)
             ),
@@ -289,9 +303,15 @@ def _policy(settings: Settings) -> AccessPolicy:
     )
 
 
+def _use_all_descriptors() -> None:
+    """Many systems give a process 1024 unless it asks for more, and each connection takes one."""
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
+
+
 def _listen(host: str, port: int) -> socket.socket:
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    return socket.create_server((host, port), family=family, backlog=512)
+    return socket.create_server((host, port), family=family, backlog=_WAITING)
 
 
 def _bracketed(host: str) -> str:

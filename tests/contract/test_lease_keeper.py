@@ -1,6 +1,7 @@
 """Leases of a process whose event loop is busy."""
 
 import asyncio
+import resource
 from collections.abc import Iterator
 
 import pytest
@@ -44,6 +45,24 @@ def test_a_busy_loop_keeps_its_lease_until_it_ends(redis_url: str, redis: Redis)
     asyncio.run(be_busy())
     assert late == sorted(late)
     assert late[0] > LEASE_MS / 2000
+
+
+def test_a_moment_without_descriptors_costs_no_later_lease(redis_url: str, redis: Redis) -> None:
+    most = resource.getrlimit(resource.RLIMIT_NOFILE)
+
+    async def be_busy() -> None:
+        keeper = LeaseKeeper(redis_url, LEASE, LEASE_MS, lambda _: None)
+        async with keeper.keeping():
+            take(redis, keeper)
+            resource.setrlimit(resource.RLIMIT_NOFILE, (3, most[1]))
+            try:
+                until(lambda: redis.pttl(LEASE) < LEASE_MS / 5)
+            finally:
+                resource.setrlimit(resource.RLIMIT_NOFILE, most)
+            take(redis, keeper)
+            assert still_held_after(redis, 2 * LEASE_MS / 1000)
+
+    asyncio.run(be_busy())
 
 
 def test_a_loop_that_is_stuck_loses_its_lease(

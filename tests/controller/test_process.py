@@ -189,6 +189,31 @@ def test_a_stream_tells_what_happens_as_it_happens(redis_url: str) -> None:
             assert next(told)["kind"] == "job.cancelling"
 
 
+def test_connections_that_come_at_one_moment_take_no_descriptors_but_their_own(
+    redis_url: str,
+) -> None:
+    with started(redis_url, max_connections="8") as controller, contextlib.ExitStack() as stack:
+        pid, address = controller.process.pid, controller.client.base_url
+        resource.prlimit(pid, resource.RLIMIT_NOFILE, (300, 300))
+        until(lambda: controller.said("leading"))
+        os.kill(pid, signal.SIGSTOP)  # all of them wait for it
+        place = address.host, address.port or 0
+        for _ in range(400):
+            stack.enter_context(socket.create_connection(place, timeout=10))
+        os.kill(pid, signal.SIGCONT)
+        assert controller.client.get("/v1/jobs").is_success
+        assert [line["event"] for line in controller.lines if line["level"] == "error"] == []
+
+
+def test_a_controller_uses_as_many_descriptors_as_it_may_have(redis_url: str) -> None:
+    few, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with contextlib.ExitStack() as stack:
+        stack.callback(resource.setrlimit, resource.RLIMIT_NOFILE, (few, most))
+        resource.setrlimit(resource.RLIMIT_NOFILE, (512, most))
+        controller = stack.enter_context(started(redis_url))
+        assert resource.prlimit(controller.process.pid, resource.RLIMIT_NOFILE) == (most, most)
+
+
 def test_a_killed_controller_loses_nothing(redis_url: str) -> None:
     with Redis.from_url(redis_url, decode_responses=True) as redis:
         agent = AgentDouble(redis)

@@ -95,7 +95,7 @@ class LeaseKeeper:
         holder, since = self._held
         try:
             is_held = renew(keys=[self._key], args=[holder, self._lease_ms])
-        except RedisError:
+        except (RedisError, OSError):  # also of redis-py's own files, where there is no descriptor
             return  # the loop meets the same, and says so
         if is_held:
             self._late(time.monotonic() - since)
