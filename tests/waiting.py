@@ -1,7 +1,8 @@
-"""Waiting on a condition, never on the clock."""
+"""Waiting on a condition, never on the clock; and counting rounds of an event loop, in place of seconds."""
 
+import asyncio
 from collections.abc import Callable
-from typing import TypeVar
+from typing import Self, TypeVar
 
 from tenacity import Retrying, retry_if_result, stop_after_delay, wait_exponential
 
@@ -27,3 +28,22 @@ def until(look: Callable[[], T | None], *, timeout_s: float = 120.0, every_s: fl
     )(look)
     assert found is not None
     return found
+
+
+class Rounds:
+    """How many rounds an event loop has made while a block waits for something: ``async with``."""
+
+    def __init__(self) -> None:
+        self.made = 0
+
+    async def __aenter__(self) -> Self:
+        self._counting = asyncio.create_task(self._count())
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        self._counting.cancel()
+
+    async def _count(self) -> None:
+        while True:
+            self.made += 1
+            await asyncio.sleep(0)

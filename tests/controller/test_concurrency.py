@@ -31,6 +31,7 @@ from services.controller.domain.errors import (
 )
 from services.controller.ports.jobs import JobStore, Stored
 from tests.controller.histories import NOW, new_job
+from tests.waiting import Rounds
 
 pytestmark = pytest.mark.anyio
 
@@ -205,21 +206,16 @@ async def test_small_bodies_wait_for_no_turn_and_large_ones_count_until_they_hav
 @pytest.mark.parametrize("size", [1_100, 16_000, 262_000])
 async def test_no_two_bodies_are_parsed_in_one_round_of_the_loop(size: int) -> None:
     """Whoever sent them: those of many subjects together cost a controller its lead."""
-    rounds, seen = 0, list[int]()
+    rounds, seen = Rounds(), list[int]()
 
     async def app(_scope: Scope, receive: Receive, _send: Send) -> None:
         await receive()
-        seen.append(rounds)
-
-    async def go_round() -> None:
-        nonlocal rounds
-        while len(seen) < 24:
-            rounds += 1
-            await asyncio.sleep(0)
+        seen.append(rounds.made)
 
     limit = BodyLimit(app)
     asked = [limit(_asks(f"s{n % 8}"), _sends(bytes(size)), _nowhere) for n in range(24)]
-    await asyncio.gather(go_round(), *asked)
+    async with rounds:
+        await asyncio.gather(*asked)
     assert seen == sorted(set(seen))
 
 
@@ -248,18 +244,10 @@ async def _nowhere(_: Message) -> None: ...
 async def test_long_work_is_cut_into_slices(monkeypatch: pytest.MonkeyPatch) -> None:
     moments = iter(range(100))
     monkeypatch.setattr("services.contract.system.long_work.time.monotonic", lambda: next(moments))
-    rounds, seen = 0, list[int]()
-
-    async def go_round() -> None:
-        nonlocal rounds
-        while len(seen) < 5:
-            rounds += 1
-            await asyncio.sleep(0)
-
-    going = asyncio.create_task(go_round())
-    async for _ in in_turns(range(5)):
-        seen.append(rounds)
-    await going
+    seen = list[int]()
+    async with Rounds() as rounds:
+        async for _ in in_turns(range(5)):
+            seen.append(rounds.made)
     assert seen == sorted(set(seen))
 
 

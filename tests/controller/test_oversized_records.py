@@ -1,6 +1,5 @@
 """What an agent wrote too long or too often costs its own job or node: reads are bounded."""
 
-import asyncio
 import json
 from collections import Counter
 from typing import Any, cast
@@ -19,7 +18,7 @@ from services.controller.ports.machines import Log
 from tests.controller.agent_double import AgentDouble, append_fact
 from tests.controller.conftest import ControlPlane, open_plane
 from tests.controller.histories import NODE
-from tests.waiting import until
+from tests.waiting import Rounds, until
 
 
 def two_that_train(plane: ControlPlane) -> tuple[str, str]:
@@ -131,25 +130,17 @@ async def test_samples_of_very_many_parts_are_not_read_and_others_have_the_loop_
     with Redis.from_url(redis_url) as redis:
         redis.hset(keys.job_ranks(first), "0", lists)
         redis.hset(keys.job_ranks(second), mapping=cast("dict[Any, Any]", many))
-    rounds, read_in = 0, Counter[int]()
+    rounds, read_in = Rounds(), Counter[int]()
     parse = RankSample.model_validate_json
 
     def counted(text: str) -> RankSample:
         assert len(text) < len(lists)
-        read_in[rounds] += 1
+        read_in[rounds.made] += 1
         return parse(text)
 
-    async def go_round() -> None:
-        nonlocal rounds
-        while True:
-            rounds += 1
-            await asyncio.sleep(0)
-
     monkeypatch.setattr(RankSample, "model_validate_json", counted)
-    async with redis_ports(redis_url) as ports:
-        going = asyncio.create_task(go_round())
+    async with redis_ports(redis_url) as ports, rounds:
         told = await ports.telemetry.samples([first, second])
-        going.cancel()
     assert not told[first]
     assert len(told[second]) == 2_000
     assert max(read_in.values()) <= 200

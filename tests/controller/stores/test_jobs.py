@@ -29,6 +29,7 @@ from services.controller.ports.jobs import Change, Claim, Place, Stored
 from services.controller.ports.machines import Log
 from tests.controller.histories import NODE, node, placed, play, saved
 from tests.controller.stores.worlds import ACTOR, OutsideRedis, World, job
+from tests.waiting import Rounds
 
 pytestmark = [pytest.mark.anyio, pytest.mark.redis]
 
@@ -46,14 +47,6 @@ async def test_checkpoints_of_a_job_are_read_by_turns_and_those_that_did_not_cha
 ) -> None:
     """Retention and pins may keep sixteen thousand, which take half a second, after each change of their job."""
     monkeypatch.setattr(long_work, "_TURN_S", -1.0)
-    rounds = 0
-
-    async def go_round() -> None:
-        nonlocal rounds
-        while True:
-            rounds += 1
-            await asyncio.sleep(0)
-
     with Redis.from_url(redis_url, decode_responses=True) as redis:
         async with redis_ports(redis_url) as ports:
             kept = await World(ports, OutsideRedis(redis)).keep(job())
@@ -61,10 +54,9 @@ async def test_checkpoints_of_a_job_are_read_by_turns_and_those_that_did_not_cha
             written = [begin(checkpoint_id(name, step, 1), name, 1, 5) for step in range(1, 101)]
             for each in written:
                 redis.hset(keys.job_checkpoints(name), each.id, each.model_dump_json())
-            going = asyncio.create_task(go_round())
-            before = (await ports.jobs.load(name)).job.checkpoints
-            going.cancel()
-            assert rounds >= 100
+            async with Rounds() as rounds:
+                before = (await ports.jobs.load(name)).job.checkpoints
+            assert rounds.made >= 100
             changed = written[50].model_copy(update={"pinned": True})
             redis.hset(keys.job_checkpoints(name), changed.id, changed.model_dump_json())
             after = (await ports.jobs.load(name)).job.checkpoints

@@ -26,6 +26,7 @@ from services.controller.use_cases.plans import Drawing
 from tests.controller.histories import NODE
 from tests.controller.profiles import answer_to
 from tests.controller.stores.worlds import ASK, ASK_ID, MEASURE, QUESTION, World, plan
+from tests.waiting import Rounds
 
 pytestmark = [pytest.mark.anyio, pytest.mark.redis]
 
@@ -258,29 +259,22 @@ async def test_plans_are_read_and_listed_one_by_one_with_turns_of_others_in_betw
         await world.ports.plans.keep(plan(number), ASK, None)
         await world.ports.plans.conclude(fail(plan(number), "crashed", "it crashed"))
     monkeypatch.setattr(long_work, "_TURN_S", 0.0)  # as if each took that long
-    rounds, read, shown = 0, list[int](), list[int]()
+    rounds, read, shown = Rounds(), list[int](), list[int]()
     forget, has_state = Unreadable.forget, PlanFilter.matches
 
     def forgets(self: Unreadable, name: str) -> None:
         if name.endswith(" doc"):  # a record was read
-            read.append(rounds)
+            read.append(rounds.made)
         forget(self, name)
 
     def matches(self: PlanFilter, known: Plan) -> bool:
-        shown.append(rounds)
+        shown.append(rounds.made)
         return has_state(self, known)
 
     monkeypatch.setattr(Unreadable, "forget", forgets)
     monkeypatch.setattr(PlanFilter, "matches", matches)
 
-    async def go_round() -> None:
-        nonlocal rounds
-        while len(shown) < 5:
-            rounds += 1
-            await asyncio.sleep(0)
-
-    going = asyncio.create_task(go_round())
-    assert len((await list_plans(world.ports, PlanFilter(), None, 9, Drawing())).items) == 5
-    await going
+    async with rounds:
+        assert len((await list_plans(world.ports, PlanFilter(), None, 9, Drawing())).items) == 5
     assert len(set(shown)) == 5
     assert len(set(read)) == len(read)

@@ -1,6 +1,5 @@
 """What ranks tell, in Redis and in memory."""
 
-import asyncio
 from collections.abc import Callable, Iterable
 
 import pytest
@@ -21,6 +20,7 @@ from services.controller.use_cases.change import apply_events
 from services.controller.use_cases.metrics import StepRange, get_metrics, get_some_metrics
 from tests.controller.histories import NODE
 from tests.controller.stores.worlds import ACTOR, OutsideRedis, World, job
+from tests.waiting import Rounds
 
 pytestmark = [pytest.mark.anyio, pytest.mark.redis]
 
@@ -131,7 +131,7 @@ async def test_of_a_history_few_records_are_read_before_others_have_their_turn(
     redis_url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Two thousand of 64 names take a second, and the same loop renews the lead."""
-    rounds, read_at = 0, list[int]()
+    rounds, read_at = Rounds(), list[int]()
     read_all = Unreadable.read_all
 
     def noted(
@@ -139,14 +139,8 @@ async def test_of_a_history_few_records_are_read_before_others_have_their_turn(
     ) -> list[object]:
         few = list(texts)
         assert len(few) <= 100
-        read_at.append(rounds)
+        read_at.append(rounds.made)
         return read_all(self, key, parse, few)
-
-    async def go_round() -> None:
-        nonlocal rounds
-        while True:
-            rounds += 1
-            await asyncio.sleep(0)
 
     with Redis.from_url(redis_url, decode_responses=True) as redis:
         async with redis_ports(redis_url) as ports:
@@ -154,10 +148,9 @@ async def test_of_a_history_few_records_are_read_before_others_have_their_turn(
             for step in range(1, 251):
                 outside.metric(name, MetricRecord(step=step, fence=1, values={"hits": step}))
             monkeypatch.setattr(Unreadable, "read_all", noted)
-            going = asyncio.create_task(go_round())
-            assert len(await ports.telemetry.metrics(name)) == 250
-            assert len((await ports.telemetry.last_metrics([name], 250))[name]) == 250
-            going.cancel()
+            async with rounds:
+                assert len(await ports.telemetry.metrics(name)) == 250
+                assert len((await ports.telemetry.last_metrics([name], 250))[name]) == 250
     assert len(read_at) == 6
     assert read_at == sorted(set(read_at))
 
@@ -168,23 +161,14 @@ async def test_while_metrics_are_worked_out_others_have_their_turns(
 ) -> None:
     """Of 50 000 records with 64 names each this takes seconds."""
     monkeypatch.setattr(long_work, "_TURN_S", -1.0)
-    rounds = 0
-
-    async def go_round() -> None:
-        nonlocal rounds
-        while True:
-            rounds += 1
-            await asyncio.sleep(0)
-
     name = (await world.keep(job())).job.id
     for step in range(1, 101):
         world.outside.metric(name, MetricRecord(step=step, fence=1, values={"hits": step}))
-    going = asyncio.create_task(go_round())
-    whole = await get_metrics(world.ports, name, StepRange())
+    async with Rounds() as rounds:
+        whole = await get_metrics(world.ports, name, StepRange())
     assert [point.step for point in whole.user_metrics] == list(range(1, 101))
-    assert rounds >= 200  # for the names, and for the points
-    rounds = 0
-    part = await get_some_metrics(world.ports, name, StepRange(), frozenset({"hits"}))
+    assert rounds.made >= 200  # for the names, and for the points
+    async with Rounds() as rounds:
+        part = await get_some_metrics(world.ports, name, StepRange(), frozenset({"hits"}))
     assert len(part.items) == 100
-    assert rounds >= 200
-    going.cancel()
+    assert rounds.made >= 200
