@@ -1,6 +1,9 @@
 """However many follow a job's logs, the controller's own loops are heard, and the rest is told."""
 
 import asyncio
+import contextlib
+import tempfile
+from pathlib import Path
 from typing import cast
 
 import pytest
@@ -11,7 +14,9 @@ from services.contract.redis import redis_keys as keys
 from services.controller.adapters.redis import redis_ports
 from services.controller.adapters.redis.coordination import RedisWaker
 from services.controller.api.context import Context
+from services.controller.domain.errors import StoreUnavailableError
 from services.controller.ports.machines import Log
+from services.local.embedded_redis import EmbeddedRedis
 from tests.controller.agent_double import append_fact
 from tests.controller.conftest import ControlPlane
 
@@ -55,7 +60,11 @@ async def test_calls_that_never_end_do_not_keep_whoever_waits_from_going_on() ->
             return {"type": "message"}
 
     calls = Calls()
-    waker = RedisWaker(cast("PubSub", calls))
+
+    async def is_same_life() -> bool:
+        return True
+
+    waker = RedisWaker(cast("PubSub", calls), is_same_life)
     for _ in range(3):
         await waker.wait(60)
     assert calls.taken > 3
@@ -74,6 +83,25 @@ async def test_a_connection_that_calls_of_megabytes_close_does_not_count_as_redi
             await waker.wait(60)
             assert outside.publish(keys.WAKE, "now") == 1
             await waker.wait(60)
+
+
+@pytest.mark.redis
+def test_a_redis_that_began_again_while_the_loop_was_busy_counts_as_having_been_away() -> None:
+    """It may have lost leases, as it has without its file of commands."""
+
+    async def wait() -> None:
+        with tempfile.TemporaryDirectory(prefix="meshloom-redis-") as name:
+            folder = Path(name)
+            async with contextlib.AsyncExitStack() as stack:
+                with EmbeddedRedis.start(folder) as before:
+                    ports = await stack.enter_async_context(redis_ports(before.url))
+                    waker = await stack.enter_async_context(ports.listen())
+                with EmbeddedRedis.start(folder):
+                    with pytest.raises(StoreUnavailableError):
+                        await waker.wait(60)
+                    await stack.aclose()
+
+    asyncio.run(wait())
 
 
 @pytest.mark.redis

@@ -1,7 +1,8 @@
 """Leadership, time and wake-ups in Redis."""
 
 import contextlib
-from collections.abc import AsyncIterator
+import secrets
+from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Final
 
 import structlog
@@ -15,6 +16,8 @@ from services.controller.adapters.redis.connection import RedisClients, answerin
 _CONFIRMED_WITHIN_S: Final = 5.0
 # Any agent may call: without a bound, one that calls faster than calls are taken would keep its controller from looking.
 _CALLS_IN_A_ROW: Final = 1_000
+_MARK: Final = f"return '{secrets.token_hex(8)}'"
+"""A script of this process alone."""
 _log = structlog.get_logger()
 
 _TAKE_LEAD: Final = """
@@ -98,10 +101,16 @@ class RedisClock:
 
 
 class RedisWaker:
-    """The port ``Waker``."""
+    """The port ``Waker``.
 
-    def __init__(self, subscription: PubSub) -> None:
+    Args:
+        subscription: To calls.
+        is_same_life: Whether this life of Redis is that in which the subscription began.
+    """
+
+    def __init__(self, subscription: PubSub, is_same_life: Callable[[], Awaitable[bool]]) -> None:
         self._subscription = subscription
+        self._is_same_life = is_same_life
 
     async def wait(self, timeout_s: float) -> None:
         """See ``Waker.wait``. Calls that came in a row count as one."""
@@ -110,8 +119,10 @@ class RedisWaker:
                 await self._hear(timeout_s)
             except RedisConnectionError:
                 # Redis closes the connection of whoever takes calls more slowly than they come, and any agent may
-                # call with megabytes. It is away only if it takes no new one.
+                # call with megabytes. It is away only if it takes no new one, or was since it took the last one.
                 await self._subscription.connect()  # type: ignore[no-untyped-call] # as below
+                if not await self._is_same_life():
+                    raise
 
     async def _hear(self, timeout_s: float) -> None:
         message = await self._subscription.get_message(timeout=timeout_s)
@@ -130,6 +141,13 @@ async def listening(clients: RedisClients) -> AsyncIterator[RedisWaker]:
             await subscription.subscribe(keys.WAKE)
             # Redis's confirmation: from here on no call is missed, and it counts as none.
             await subscription.get_message(timeout=_CONFIRMED_WITHIN_S)
-        yield RedisWaker(subscription)
+            # No script outlives its server, and nobody else has this one.
+            mark = await clients.reads.script_load(_MARK)
+
+        async def is_same_life() -> bool:
+            (is_there,) = await clients.reads.script_exists(mark)
+            return bool(is_there)
+
+        yield RedisWaker(subscription, is_same_life)
     finally:
         await subscription.aclose()  # type: ignore[no-untyped-call] # not annotated in redis-py
