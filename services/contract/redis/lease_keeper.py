@@ -22,12 +22,14 @@ LATE_BY_AT_MOST_S: Final = 20.0
 """A loop that has not renewed its lease for so long does not do what the lease says that it does."""
 _ANSWER_WITHIN_S: Final = 1.0
 _LOOKS_IN_A_LEASE: Final = 10
-_RENEW: Final = """
+RENEW_LEASE: Final = """
 -- KEYS: the lease; ARGV: holder, its length in ms
 if redis.call('GET', KEYS[1]) ~= ARGV[1] then return 0 end
+-- A write, as all decisions are: a Redis that refuses those refuses this, and so says why.
 redis.call('SET', KEYS[1], ARGV[1], 'PX', ARGV[2])
 return 1
 """
+"""The script that renews a lease which the holder still has; answers whether it does."""
 
 
 class LeaseKeeper:
@@ -82,7 +84,7 @@ class LeaseKeeper:
             retry=Retry(NoBackoff(), 0),
         )
         with client:
-            renew = client.register_script(_RENEW)
+            renew = client.register_script(RENEW_LEASE)
             while not over.wait(lease_s / _LOOKS_IN_A_LEASE):
                 late_s = time.monotonic() - self._held[1]
                 if lease_s / 2 < late_s < LATE_BY_AT_MOST_S:

@@ -10,7 +10,7 @@ from redis.asyncio.client import PubSub
 from redis.exceptions import ConnectionError as RedisConnectionError
 
 from services.contract.redis import redis_keys as keys
-from services.contract.redis.lease_keeper import LeaseKeeper
+from services.contract.redis.lease_keeper import RENEW_LEASE, LeaseKeeper
 from services.controller.adapters.redis.connection import RedisClients, answering
 
 _CONFIRMED_WITHIN_S: Final = 5.0
@@ -30,15 +30,6 @@ return redis.call('INCR', KEYS[2])
 """
 
 
-_RENEW_LEAD: Final = """
--- KEYS: leader; ARGV: holder, lease in ms
-if redis.call('GET', KEYS[1]) ~= ARGV[1] then return 0 end
--- A write, as all decisions are: a Redis that refuses those ends the term, and so says why.
-redis.call('SET', KEYS[1], ARGV[1], 'PX', ARGV[2])
-return 1
-"""
-
-
 _RELEASE_LEAD: Final = """
 -- KEYS: leader; ARGV: holder
 if redis.call('GET', KEYS[1]) ~= ARGV[1] then return 0 end
@@ -52,7 +43,7 @@ class RedisLeadership:
     def __init__(self, clients: RedisClients, lease: LeaseKeeper) -> None:
         self._lease = lease
         self._take = clients.script(_TAKE_LEAD)
-        self._renew = clients.script(_RENEW_LEAD)
+        self._renew = clients.script(RENEW_LEASE)
         self._release = clients.script(_RELEASE_LEAD)
 
     async def take(self, holder: str) -> int | None:

@@ -142,7 +142,7 @@ class GangTelemetry:
         return begun
 
     def begun(self, rank: int) -> int | None:
-        """The first step of a rank, if it has made one since the last look; later looks cost nothing."""
+        """The first step of a rank, once it has made one; answered once, and later looks cost nothing."""
         if rank in self._started:
             return None
         steps = self._ask(rank, lambda board: board.steps_after(0))
