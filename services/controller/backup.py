@@ -3,7 +3,8 @@
 ``save`` copies while everything runs. Redis first: what its copy names was committed before the
 storage is copied. Of a job first the chain, then the shards that the chain commits: the other way
 round a commit could come along whose shards do not. What retention takes meanwhile is seen in the
-chain, and that job is copied again. A bucket is copied in the same way, into the same files.
+chain: then what the chain has gained since is copied, and nothing a second time. A bucket is copied
+in the same way, into the same files.
 
 ``restore`` writes into empty folders, before Redis and agents are started on them. As root both keep
 owners and modes.
@@ -76,7 +77,7 @@ def save(redis: Path, checkpoints: Path | BucketAddress, backup: Path) -> int:
     draft = backup.with_name(f"{backup.name}{_UNFINISHED}")
     shutil.rmtree(draft, ignore_errors=True)
     draft.mkdir(mode=0o700, parents=True)
-    _again(lambda: _copy_redis(redis / _AOF, draft / "redis" / _AOF), draft / "redis", "Redis")
+    _again(lambda: _copy_redis(redis / _AOF, draft / "redis" / _AOF), "Redis")
     _like(redis, draft / "redis")
     if isinstance(checkpoints, Path):
         jobs = _copy_storage(checkpoints, draft / "checkpoints")
@@ -120,6 +121,7 @@ def _copy_redis(source: Path, target: Path) -> None:
     # While a rewrite replaces it, there is another one, temp-…, that is not yet in force.
     (manifest,) = source.glob("[!t]*.manifest")
     before = manifest.read_text()
+    shutil.rmtree(target, ignore_errors=True)
     _make_like(source, target)
     # Lines such as `file appendonly.aof.1.base.rdb seq 1 type b`; the last file grows while it is copied.
     names = [line.split()[1] for line in before.splitlines() if line.startswith("file ")]
@@ -149,31 +151,60 @@ def _copy_storage(source: Path, target: Path) -> int:
             with contextlib.suppress(FileNotFoundError):
                 _copy_file(path, target / path.name)
         elif (path / "chain").is_dir():
-            copy = target / path.name
-            _again(lambda path=path: _copy_job(path, target), copy, f"job {path.name}")  # type: ignore[misc]
-            jobs += copy.is_dir()
+            _again(partial(_copy_job, path, target, set()), f"job {path.name}")
+            jobs += (target / path.name).is_dir()
         else:
             _copy_tree(path, target / path.name)
     return jobs
 
 
-def _copy_job(source: Path, root: Path) -> None:
+def _copy_job(source: Path, root: Path, copied: set[str]) -> None:
+    """Copy what is new; ``copied`` names the checkpoints whose shards were copied by an earlier try.
+
+    Raises:
+        _ChangedError: A checkpoint that the chain's copy commits was retired meanwhile.
+    """
     target = root / source.name
-    if not source.is_dir():
+    if not (source / "chain").is_dir():
+        shutil.rmtree(target, ignore_errors=True)
         return  # deleted meanwhile
     _make_like(source, target)
-    _copy_tree(source / "chain", target / "chain")
+    # Records are never replaced.
+    chain = target / "chain"
+    known = [path.name for path in chain.iterdir()] if chain.is_dir() else []
+    try:
+        _copy_tree(source / "chain", chain, without=known)
+    except FileNotFoundError:
+        raise _ChangedError from None
     if (source / "shards").is_dir():
         _make_like(source / "shards", target / "shards")
-    for manifest in CommitChain(root, source.name).committed():
-        try:
-            _copy_shards(source, target, manifest)
-        except FileNotFoundError:
-            alive = {m.checkpoint_id for m in CommitChain(source.parent, source.name).committed()}
-            if manifest.checkpoint_id not in alive:
-                raise _ChangedError from None
-            raise
+    gone = _copy_committed(root, source.name, copied, partial(_copy_shards, source, target))
+    if gone:
+        alive = CommitChain(source.parent, source.name).committed_ids()
+        for name in gone.keys() & alive:
+            raise gone[name]
+        raise _ChangedError
     _copy_tree(source, target, without=("chain", "shards"))
+
+
+def _copy_committed(
+    root: Path, job: str, copied: set[str], copy: Callable[[Manifest], None]
+) -> dict[str, FileNotFoundError]:
+    """Make the shards below ``root`` those that the chain there commits; returns the checkpoints that are gone."""
+    chain, gone = CommitChain(root, job), {}
+    committed = {manifest.checkpoint_id: manifest for manifest in chain.committed()}
+    for name in copied - committed.keys():
+        shutil.rmtree(chain.shard_folder(name), ignore_errors=True)
+        copied.remove(name)
+    for name in sorted(committed.keys() - copied):
+        try:
+            copy(committed[name])
+        except FileNotFoundError as error:
+            shutil.rmtree(chain.shard_folder(name), ignore_errors=True)
+            gone[name] = error
+        else:
+            copied.add(name)
+    return gone
 
 
 def _copy_shards(source: Path, target: Path, manifest: Manifest) -> None:
@@ -206,29 +237,35 @@ def _bucket(address: BucketAddress) -> "Bucket":
 def _copy_bucket(bucket: "Bucket", target: Path) -> int:
     target.mkdir()
     for job in sorted(bucket.folders("")):
-        _again(lambda job=job: _copy_job_of(bucket, job, target), target / job, f"job {job}")  # type: ignore[misc]
+        _again(partial(_copy_job_of, bucket, job, target, set()), f"job {job}")
     _fetch_below(bucket, "", target, deeper=False)
     return len(list(target.glob("job_*")))
 
 
-def _copy_job_of(bucket: "Bucket", job: str, root: Path) -> None:
+def _copy_job_of(bucket: "Bucket", job: str, root: Path, copied: set[str]) -> None:
+    """As `_copy_job`."""
+    target = root / job
     chain = bucket.names(f"{job}/chain").keys()
-    for name in chain:
-        _fetch(bucket, f"{job}/chain/{name}", root)
-    for manifest in CommitChain(root, job).committed():
-        for shard in manifest.shards:
-            name = f"{job}/shards/{manifest.checkpoint_id}/{shard.name}"
-            try:
-                digest = _fetch(bucket, name, root)
-            except FileNotFoundError:
-                if bucket.names(f"{job}/chain").keys() != chain:
-                    raise _ChangedError from None
-                raise
-            if digest != shard.sha256:
-                raise _damaged(f"{bucket.address}/{name}", digest, shard.sha256)
+    if not chain:
+        shutil.rmtree(target, ignore_errors=True)
+    for name in sorted(chain):
+        if not (target / "chain" / name).exists():
+            _fetch(bucket, f"{job}/chain/{name}", root)
+    for error in _copy_committed(root, job, copied, partial(_fetch_shards, bucket, root)).values():
+        if bucket.names(f"{job}/chain").keys() != chain:
+            raise _ChangedError
+        raise error
     # An object may have the name of a folder, too, which no file can: what lies in folders is ours.
     for folder in (*sorted(bucket.folders(job) - {"chain", "shards"}), ""):
         _fetch_below(bucket, f"{job}/{folder}".rstrip("/"), root, deeper=bool(folder))
+
+
+def _fetch_shards(bucket: "Bucket", root: Path, manifest: Manifest) -> None:
+    for shard in manifest.shards:
+        name = f"{manifest.job_id}/shards/{manifest.checkpoint_id}/{shard.name}"
+        digest = _fetch(bucket, name, root)
+        if digest != shard.sha256:
+            raise _damaged(f"{bucket.address}/{name}", digest, shard.sha256)
 
 
 def _fetch_below(bucket: "Bucket", folder: str, root: Path, *, deeper: bool) -> None:
@@ -387,7 +424,7 @@ def _take_on(path: Path, status: os.stat_result) -> None:
     os.utime(path, ns=(status.st_atime_ns, status.st_mtime_ns))
 
 
-def _again(copy: Callable[[], None], target: Path, what: str) -> None:
+def _again(copy: Callable[[], None], what: str) -> None:
     """Copy until nothing has changed meanwhile.
 
     Raises:
@@ -397,7 +434,7 @@ def _again(copy: Callable[[], None], target: Path, what: str) -> None:
         try:
             return copy()
         except _ChangedError:
-            shutil.rmtree(target)
+            continue
     raise BackupError(
         f"{what} changed {_MOST_TRIES} times while it was copied: save at a quieter time"
     )

@@ -2,6 +2,7 @@
 
 import fcntl
 import hashlib
+import itertools
 import os
 import shutil
 import signal
@@ -84,6 +85,17 @@ def retire(chain: CommitChain, manifest: Manifest) -> None:
     shutil.rmtree(chain.shard_folder(name))
 
 
+def committed_whole(backup: Path) -> list[int]:
+    """The steps of the checkpoints that a backup commits, all of whose shards are what was voted."""
+    chain = CommitChain(backup / "checkpoints", JOB)
+    committed = chain.committed()
+    for manifest in committed:
+        for shard in manifest.shards:
+            content = (chain.shard_folder(manifest.checkpoint_id) / shard.name).read_bytes()
+            assert hashlib.sha256(content).hexdigest() == shard.sha256
+    return [manifest.step for manifest in committed]
+
+
 @contextmanager
 def meanwhile(act: Callable[[int], None]) -> Iterator[None]:
     """``act`` on 1, 2, … in a thread, fifty times a second at most, until the block ends.
@@ -119,27 +131,60 @@ def test_each_commit_of_a_copy_has_its_shards_while_checkpoints_are_made_and_ret
     chain = CommitChain(storage, JOB)
     alive: list[Manifest] = []
 
-    def commit_and_retire(step: int) -> None:
-        alive.append(commit(chain, step))
+    steps, copied, due = itertools.count(1), itertools.count(1), threading.Semaphore(0)
+
+    def commit_and_retire() -> None:
+        alive.append(commit(chain, next(steps)))
         if len(alive) > KEPT:
             retire(chain, alive.pop(KEPT // 2))
 
-    with meanwhile(commit_and_retire):
-        until(lambda: len(chain.read().heads) > 3 * KEPT)
-        for number in range(10):
-            assert save(redis, storage, backup / str(number)) == 1
-    newest = []
-    for number in range(10):
-        copy = CommitChain(backup / str(number) / "checkpoints", JOB)
-        committed = copy.committed()
-        assert committed
-        newest.append(committed[-1].step)
-        for manifest in committed:
-            for shard in manifest.shards:
-                content = (copy.shard_folder(manifest.checkpoint_id) / shard.name).read_bytes()
-                assert hashlib.sha256(content).hexdigest() == shard.sha256
+    def as_due(_turn: int) -> None:
+        if due.acquire(blocking=False):
+            commit_and_retire()
+
+    def count(path: object) -> None:
+        # One for five shards that are copied, however slow the machine is.
+        if str(path).startswith(str(backup)) and "/rank-" in str(path) and next(copied) % 5 == 0:
+            due.release()
+
+    for _ in range(3 * KEPT):
+        commit_and_retire()
+    _opening.append(count)
+    try:
+        with meanwhile(as_due):
+            for number in range(10):
+                assert save(redis, storage, backup / str(number)) == 1
+    finally:
+        _opening.remove(count)
+    newest = [committed_whole(backup / str(number))[-1] for number in range(10)]
     assert newest == sorted(newest)
     assert newest[0] < newest[-1], "nothing was committed meanwhile"
+
+
+def test_a_retired_checkpoint_has_no_other_copied_a_second_time(
+    folders: tuple[Path, Path, Path],
+) -> None:
+    redis, storage, backup = folders
+    chain = CommitChain(storage, JOB)
+    last = [commit(chain, step) for step in (1, 2, 3)][-1]
+    copied: list[str] = []
+
+    def retire_the_last(path: object) -> None:
+        if str(path).startswith(f"{backup}.unfinished/") and "/rank-" in str(path):
+            copied.append(str(path))
+            if len(copied) == 1:
+                retire(chain, last)
+                commit(chain, 4)
+
+    _opening.append(retire_the_last)
+    try:
+        assert save(redis, storage, backup) == 1
+    finally:
+        _opening.remove(retire_the_last)
+    assert committed_whole(backup) == [1, 2, 4]
+    assert len(copied) == len(set(copied)) == 6
+    folders_of_shards = (backup / "checkpoints" / JOB / "shards").iterdir()
+    assert len(list(folders_of_shards)) == 3
 
 
 def test_a_damaged_shard_is_not_saved_as_if_it_were_whole(
@@ -635,7 +680,4 @@ def test_a_bucket_is_saved_whole_while_checkpoints_come_and_go(
     with meanwhile(train_for_a_while):
         until(lambda: len(chain.read().heads) > KEPT)
         assert save(redis, bucket.address, backup) == 1
-    (manifest,) = CommitChain(backup / "checkpoints", JOB).committed()[-1:]
-    for shard in manifest.shards:
-        path = CommitChain(backup / "checkpoints", JOB).shard_folder(manifest.checkpoint_id)
-        assert hashlib.sha256((path / shard.name).read_bytes()).hexdigest() == shard.sha256
+    assert committed_whole(backup)
