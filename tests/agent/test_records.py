@@ -167,3 +167,30 @@ def test_what_was_told_before_a_clock_was_set_back_comes_back(
     asyncio.run(recall())
     assert put_together(redis_url)
     assert controller.steps() == [record]
+
+
+def test_all_that_a_lost_node_had_not_written_yet_is_closed_however_much_it_is(
+    controller: Controller, redis_url: str, tmp_path: Path
+) -> None:
+    """Of more than a thousand entries the first thousand were read; a user who may only read them got none."""
+    told = [
+        StepRecord(step=n, fence=1, loss=1.0, tokens_per_s=1.0, step_time_s=0.1)
+        for n in range(1, 2501)
+    ]
+    (tmp_path / JOB).mkdir()
+    controller.open_job()
+    with controller.client.pipeline(transaction=False) as pipe:
+        for record in told:
+            fields: Any = {keys.MESSAGE_FIELD: record.model_dump_json()}
+            pipe.xadd(keys.job_steps(JOB), fields, id=f"{record.step}-0")
+        pipe.execute()
+
+    async def close() -> None:
+        async with writing_client(redis_url) as client:
+            connections = Connections(client, client, client)
+            keeper = RecordKeeper(connections, NODE, tmp_path, Journal(tmp_path, "n-1.other"))
+            assert await keeper.carry_out(CloseRecords(job_id=JOB, fence=1))
+
+    asyncio.run(close())
+    closed = read_entries(tmp_path, JOB, STEPS).values()
+    assert [StepRecord.model_validate_json(body) for body in closed] == told

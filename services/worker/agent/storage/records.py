@@ -177,10 +177,10 @@ class RecordKeeper:
             except REDIS_AWAY:
                 await asyncio.sleep(_PAUSE_S)
                 continue
-            for name, fields in rows:
-                found[EntryId.parse(name)] = fields.get(redis_keys.MESSAGE_FIELD, "")
+            for entry, fields in rows:
+                found[EntryId.parse(entry)] = fields.get(redis_keys.MESSAGE_FIELD, "")
             if len(rows) < _AT_ONCE:
-                return {name: body for name, body in found.items() if kind.is_one(body)}
+                return {entry: body for entry, body in found.items() if kind.is_one(body)}
             start = f"({rows[-1][0]}"
 
 
