@@ -27,6 +27,7 @@ from services.worker.agent.storage.record_files import (
     Kind,
     close,
     is_closed,
+    newest,
     publish,
     read_entries,
     records_folder,
@@ -178,9 +179,14 @@ class RecordKeeper:
                 await asyncio.sleep(_PAUSE_S)
                 continue
             for entry, fields in rows:
-                found[EntryId.parse(entry)] = fields.get(redis_keys.MESSAGE_FIELD, "")
+                body = fields.get(redis_keys.MESSAGE_FIELD, "")
+                if kind.is_one(body):
+                    found[EntryId.parse(entry)] = body
             if len(rows) < _AT_ONCE:
-                return {entry: body for entry, body in found.items() if kind.is_one(body)}
+                return found
+            # Any agent of the job may add to it without end.
+            if len(found) > 2 * kind.kept:
+                found = await asyncio.to_thread(newest, found, kind)
             start = f"({rows[-1][0]}"
 
 
