@@ -268,6 +268,23 @@ def test_a_folder_whose_name_leads_elsewhere_is_none(bucket: Bucket, server: S3S
     assert bucket.folders("job") == {"a"}
 
 
+def test_nothing_is_removed_that_does_not_lie_where_it_was_asked_for(
+    bucket: Bucket, server: S3Server
+) -> None:
+    """A server that lists whatever it has; the removal of one checkpoint would have removed all."""
+    for name in ("job/shards/a/x", "job/shards/b/x", "job/chain/1"):
+        bucket.replace(name, b"x")
+    keys = (f"{bucket.address.prefix}/job/{n}" for n in ("shards/a/x", "shards/b/x", "chain/1"))
+    told = "".join(f"<Contents><Key>{key}</Key></Contents>" for key in keys)
+    listing = f"<ListBucketResult><IsTruncated>false</IsTruncated>{told}</ListBucketResult>"
+    server.fail(Fault(methods=("GET",), within="list-type=2", status=200, says=listing))
+    bucket.remove("job/shards/a")
+    server.repair()
+    assert not bucket.names("job/shards/a")
+    assert set(bucket.names("job/shards/b")) == {"x"}
+    assert set(bucket.names("job/chain")) == {"1"}
+
+
 def test_a_record_that_breaks_off_is_not_taken_for_whole(bucket: Bucket, server: S3Server) -> None:
     bucket.replace("record", b"0123456789")
     server.fail(Fault(methods=("GET",), keeps=4, headers=("content-length", "etag")))

@@ -274,7 +274,9 @@ class Bucket:
                 Bucket=self.address.bucket, Prefix=f"{key}/"
             )
             for page in pages:
-                doomed += [one["Key"] for one in _listed(page).get("Contents", ())]
+                told = [one["Key"] for one in _listed(page).get("Contents", ())]
+                # A server may list all that it has: as of folders' names, none is taken at its word.
+                doomed += [each for each in told if each.startswith(f"{key}/")]
         for start in range(0, len(doomed), _DELETED_AT_ONCE):
             self._delete(doomed[start : start + _DELETED_AT_ONCE])
 
