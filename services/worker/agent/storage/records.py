@@ -159,14 +159,14 @@ class RecordKeeper:
 
     async def _in_redis(self, command: CloseRecords, kind: Kind) -> Entries:
         found: Entries = {}
-        start = "-"
+        start, at_once = "-", _AT_ONCE
         job_id, name, client = command.job_id, command.telemetry_name, self._telemetry
         if kind is EVENTS:  # the controller's own
             name, client = job_id, self._redis
         while True:
             end_if_told()
             try:
-                rows: Any = await client.xrange(kind.key(name), start, count=_AT_ONCE)
+                rows: Any = await client.xrange(kind.key(name), start, count=at_once)
             except NoPermissionError as error:
                 _log.error(
                     "closing_refused", key=kind.key(job_id), why=str(error), advice=RULES_ARE_OLD
@@ -176,15 +176,18 @@ class RecordKeeper:
                 _log.warning("stream_unreadable", job=job_id, kind=kind.name, why=str(error))
                 return found
             except REDIS_AWAY:
+                # Any agent of the job may add entries so long that so many never come in time.
+                at_once = max(at_once // 2, 1)
                 await asyncio.sleep(_PAUSE_S)
                 continue
             for entry, fields in rows:
                 body = fields.get(redis_keys.MESSAGE_FIELD, "")
                 if kind.is_one(body):
                     found[EntryId.parse(entry)] = body
-            if len(rows) < _AT_ONCE:
+            if len(rows) < at_once:
                 return found
-            # Any agent of the job may add to it without end.
+            at_once = min(2 * at_once, _AT_ONCE)
+            # They may add without end, too.
             if len(found) > 2 * kind.kept:
                 found = await asyncio.to_thread(newest, found, kind)
             start = f"({rows[-1][0]}"
