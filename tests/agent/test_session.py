@@ -326,6 +326,38 @@ def test_an_agent_that_has_left_joins_no_more_when_redis_comes_back(
     assert [fact.kind for fact in told] == ["node_joined", "node_left"]
 
 
+class NewestNeverComes:
+    """A client of a Redis in which the newest entry of each stream is too long to come in time."""
+
+    def __init__(self, client: Redis) -> None:
+        self._client = client
+
+    def __getattr__(self, name: str) -> object:
+        return getattr(self._client, name)
+
+    async def xrevrange(self, *_: object, **__: object) -> object:
+        raise NoAnswerError("no answer")
+
+
+def test_an_agent_joins_though_an_entry_of_its_last_job_never_comes(
+    redis_url: str, tmp_path: Path
+) -> None:
+    """Another agent of the job, which may add what it likes, kept this one away for as long as the entry was there."""
+
+    async def hand_over() -> int:
+        async with writing_client(redis_url) as client:
+            await client.hset(redis_keys.job(JOB), "fence", "2")
+            hindered = cast("Redis", NewestNeverComes(client))
+            connections = Connections(hindered, hindered, hindered)
+            session = session_of(connections, FakeSupervisor(), tmp_path)
+            await session.take_lease(None)
+            async with asyncio.timeout(20):
+                await session.hand_over([Records(JOB, 2, (STEP,), ())])
+            return int(await client.xlen(redis_keys.job_steps(JOB)))
+
+    assert asyncio.run(hand_over()) == 1
+
+
 @pytest.mark.parametrize("mode", [Mode.CUT, Mode.LOSE_REPLIES])
 def test_while_the_server_for_telemetry_is_away_leases_live_ends_are_told_and_records_are_held(
     redis_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, mode: Mode
