@@ -244,6 +244,13 @@ async def served(
             parts.append(len(message.get("body", b"")))
             more = message.get("more_body", False)
         await send({"type": "http.response.start", "status": 200, "headers": []})
+        while scope["path"] == "/until-some-waits" and not any(
+            each.transport.get_write_buffer_size() for each in state.connections
+        ):
+            await send({"type": "http.response.body", "body": bytes(1 << 14), "more_body": True})
+        if scope["path"] == "/until-some-waits":
+            await send({"type": "http.response.body"})
+            return
         size = 8 << 20 if scope["path"] == "/whole" else 1 << 20
         for _ in range((100 << 20) // size):
             await send({"type": "http.response.body", "body": bytes(size), "more_body": True})
@@ -266,7 +273,7 @@ async def served(
         await asyncio.gather(*state.tasks, return_exceptions=True)
 
 
-async def sooner_or_later(is_so: Callable[[], bool]) -> None:
+async def sooner_or_later(is_so: Callable[[], object]) -> None:
     async with asyncio.timeout(30):
         while not is_so():  # noqa: ASYNC110 a connection sets no event
             await asyncio.sleep(0)
@@ -289,6 +296,36 @@ async def test_who_does_not_read_the_answer_is_let_go() -> None:
             client.send(b"GET / HTTP/1.1\r\nHost: x\r\n\r\n")
             await sooner_or_later(lambda: bool(server.state.tasks))
             await sooner_or_later(lambda: not server.state.connections)
+
+
+LEAVES_A_LITTLE = b"GET /until-some-waits HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n"
+
+
+@pytest.mark.anyio
+async def test_who_leaves_the_last_of_an_answer_unread_is_let_go() -> None:
+    async with served(ConnectionLimits(request_s=0.2)) as server:
+        with socket.create_connection(server.address) as client:
+            client.send(LEAVES_A_LITTLE)
+            await sooner_or_later(lambda: bool(server.state.tasks))
+            await sooner_or_later(lambda: not server.state.connections)
+
+
+@pytest.mark.anyio
+@pytest.mark.parametrize("asked", [LEAVES_A_LITTLE, b"GET / HTTP/1.1\r\nHost: x\r\n\r\n"])
+async def test_who_does_not_read_shuts_nobody_out(asked: bytes) -> None:
+    async with served(ConnectionLimits(open_at_once=1)) as server:
+        with socket.create_connection(server.address) as client:
+            client.send(asked)
+            await sooner_or_later(lambda: bool(server.state.connections))
+            (connection,) = server.state.connections
+            await sooner_or_later(connection.transport.get_write_buffer_size)
+            reader, writer = await asyncio.open_connection(*server.address, limit=1 << 20)
+            writer.write(LEAVES_A_LITTLE)
+            status = await reader.readline()
+            writer.transport.abort()
+            assert status == b"HTTP/1.1 200 OK\r\n"
+            assert connection not in server.state.connections
+            assert not connection.transport.get_write_buffer_size()
 
 
 @pytest.mark.anyio

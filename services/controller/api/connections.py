@@ -79,7 +79,7 @@ class BoundedProtocol(H11Protocol):
         return type(cls.__name__, (cls,), {"limits": limits})
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override] # as in uvicorn
-        """Take the connection, if need be in place of the oldest whose request is not there yet."""
+        """Take the connection, if need be in place of one whose client keeps it waiting."""
         super().connection_made(transport)
         # Without it, a kept connection's answer waits 40 ms for the client's acknowledgement: asyncio
         # asks for it only where the listening socket names its protocol.
@@ -87,7 +87,7 @@ class BoundedProtocol(H11Protocol):
         accepted: Any = transport.get_extra_info("socket")
         accepted.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         if len(self.connections) > self.limits.open_at_once:
-            self._oldest_unready().refuse()
+            self._to_be_refused().refuse()
         self._watch()
 
     def data_received(self, data: bytes) -> None:
@@ -201,7 +201,9 @@ class BoundedProtocol(H11Protocol):
         self._watch()
 
     def _watch(self) -> None:
-        if self._is_refused or self.conn.their_state in {h11.IDLE, h11.SEND_BODY}:
+        # One that closes stays open until what is left of its answer is read, and so little is left that nothing is paused.
+        is_ending = self._is_refused or self.transport.is_closing()
+        if is_ending or self.conn.their_state in {h11.IDLE, h11.SEND_BODY}:
             if self._deadline is None:
                 self._deadline = self.loop.call_later(self.limits.request_s, self.transport.abort)
         else:
@@ -241,13 +243,19 @@ class BoundedProtocol(H11Protocol):
         self.connections.discard(self)
         if self.conn.their_state is h11.IDLE and not self._is_refused:
             self.transport.write(_BUSY)
-        self.transport.close()
+        if self.transport.get_write_buffer_size():
+            self.transport.abort()  # to close it would be to wait for a client that does not read
+        else:
+            self.transport.close()
 
-    def _oldest_unready(self) -> "BoundedProtocol":
-        """A connection whose request is not there yet; this one if there is none."""
-        others = (c for c in self.connections if isinstance(c, BoundedProtocol) and c is not self)
-        waiting = [(c._deadline.when(), id(c), c) for c in others if c._deadline is not None]  # noqa: SLF001 its own class
-        return min(waiting)[2] if waiting else self
+    def _to_be_refused(self) -> "BoundedProtocol":
+        """The oldest connection whose request is not there yet, else that which has gone unread longest, else this one."""
+        others = [c for c in self.connections if isinstance(c, BoundedProtocol) and c is not self]
+        for timers in ([c._deadline for c in others], [c._stalled for c in others]):  # noqa: SLF001 its own class
+            waiting = [(t.when(), n) for n, t in enumerate(timers) if t is not None]
+            if waiting:
+                return others[min(waiting)[1]]
+        return self
 
 
 def keep_tls_buffers_small() -> None:
