@@ -1,5 +1,6 @@
 """Entry point of the ``meshloom`` command: exit code 2, and what to do, for what cannot be done."""
 
+import io
 import os
 import signal
 import sys
@@ -18,6 +19,9 @@ def main() -> None:
     for name in ("stdout", "stderr"):
         if getattr(sys, name) is None:  # it was closed before: nobody reads it
             setattr(sys, name, open(os.devnull, "w"))  # noqa: PTH123, SIM115 it is open to the end
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        # Others write what the terminal's encoding may lack: a path of a stranger would keep the trail from being shown.
+        sys.stdout.reconfigure(errors="backslashreplace")
     try:
         try:
             app()

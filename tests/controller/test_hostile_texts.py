@@ -7,6 +7,7 @@ import io
 import json
 import re
 import signal
+import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -311,6 +312,20 @@ def test_a_line_cannot_pose_as_another_ranks_nor_an_entry_as_another(typed: Type
         line.startswith("2026-01-01") or "  boss" in line[:40] for line in trail.splitlines()
     )
     assert r"\n2026-01-01 00:00:00  boss" in trail
+
+
+def test_what_the_terminals_encoding_lacks_is_shown_as_an_escape(
+    place: Place, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    place.controller.client.get("/v1/jobs/\u6f22", headers={"Authorization": ""})
+    url = str(place.controller.client.base_url)
+    monkeypatch.setenv("PYTHONIOENCODING", "ascii")
+    monkeypatch.setenv("MESHLOOM_URL", url)
+    monkeypatch.setenv("MESHLOOM_TOKEN", BOOTSTRAP)
+    words = [sys.executable, "-m", "services.cli", "audit"]
+    done = subprocess.run(words, capture_output=True, text=True, check=False, timeout=60)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert r"GET /v1/jobs/\u6f22" in done.stdout
 
 
 @pytest.mark.parametrize("every_rank", [False, True])
