@@ -213,6 +213,16 @@ def test_no_half_of_a_secret_is_shown_of_the_last_line_of_a_rank_that_was_killed
     assert lines == ["before", "the key is [secret key]"]
 
 
+@pytest.mark.parametrize("left", range(1, 5))
+def test_no_half_of_a_secret_is_shown_of_a_line_that_is_cut_within_a_letter(
+    tmp_path: Path, left: int
+) -> None:
+    path = tmp_path / "log"
+    append(path, "the key is naïve € 𝄞".encode()[:-left])
+    tail = LogTail(path, Mask({"key": "naïve € 𝄞 and more"}))
+    assert [line.text for line in tail.read(10, last=True)] == ["the key is [secret key]"]
+
+
 def test_no_half_of_a_secret_is_shown_of_a_long_line_that_overwrites_itself(tmp_path: Path) -> None:
     path = tmp_path / "log"
     append(path, b"\r 98%|#" * 10_000 + b"\r 99%|##\rthe key is 0123456789")

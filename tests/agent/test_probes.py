@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import json
 import os
+import signal
 import subprocess
 import sys
 import threading
@@ -401,6 +402,16 @@ def test_an_exception_is_told_in_its_own_words_without_the_secrets_in_them(node:
         assert form not in told
         assert form.encode() not in kept
         assert form not in node.agent.log.read_text()
+
+
+@pytest.mark.parametrize("end", [signal.SIGSEGV, signal.SIGKILL])
+def test_no_half_of_a_secret_is_told_of_a_model_that_was_ended(node: Node, end: int) -> None:
+    args: dict[str, JsonValue] = {"credential": {"secret": "HUB"}, "end": int(end)}
+    failure = node.fails(question("probed_models:breaks_off", args))
+    assert failure.code == "crashed"
+    assert "the hub asks for [secret HUB]" in str(failure.traceback)
+    assert SECRET[:4] not in failure.model_dump_json()
+    assert json.dumps(SECRET[:4])[1:-1] not in failure.model_dump_json()
 
 
 def test_what_the_node_does_not_allow_is_refused_without_a_process(node: Node) -> None:

@@ -42,7 +42,11 @@ class Mask:
         return self._masked(text, self._found(text))
 
     def cut_text(self, text: str) -> str:
-        """The same of a text whose end is missing: what may be the beginning of a secret there is masked, too."""
+        """The same of a text whose end is missing: what may be the beginning of a secret there is masked, too.
+
+        The end may be missing of its last letter, too, which stands there as a replacement then.
+        """
+        text = text.removesuffix("\N{REPLACEMENT CHARACTER}")
         return self._masked(text, itertools.chain(self._found(text), self._begun(text)))
 
     def _masked(self, text: str, found: Iterable[_Found]) -> str:

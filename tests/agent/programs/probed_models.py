@@ -156,6 +156,15 @@ def crashes() -> nn.Module:
     return Small()
 
 
+def breaks_off(credential: str, end: int) -> nn.Module:
+    """Ends as a program in C does that has written a block, and not what comes behind it."""
+    said = f"the hub asks for {credential}".encode()
+    half = said.index("ö".encode()) + 1  # within a letter
+    os.write(1, said[:half])
+    os.kill(os.getpid(), end)
+    return Small()
+
+
 class Confides(Small):
     """Tells its secret in the error that it raises."""
 

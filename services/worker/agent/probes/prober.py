@@ -5,6 +5,7 @@ uploaded has no digest. Whoever asks keeps the answers.
 """
 
 import asyncio
+import re
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -34,6 +35,7 @@ NICENESS: Final = 5
 # A profile of as many bytes as are taken has a third of a million.
 _MOST_PARTS: Final = LONGEST_FACT // 16
 _LACKS_MEMORY: Final = ("MemoryError", "bad_alloc", "Cannot allocate memory")
+_STACKS: Final = re.compile(r"(?<!\n)(?=Fatal Python error: |(?:Current thread|Thread) 0x)")
 _log = structlog.get_logger()
 
 
@@ -112,7 +114,8 @@ class Prober:
         except UnfitProfileError as error:
             return self._failed(command, ProbeFailure(code="raised", reason=str(error)))
         except ValidationError:
-            return self._failed(command, _failure(ended, command.timeout_s, mask))
+            why = await asyncio.to_thread(_failure, ended, command.timeout_s, mask)
+            return self._failed(command, why)
 
     def _failed(self, command: ProbeModel, failure: ProbeFailure) -> ModelProbed:
         return ModelProbed(
@@ -153,7 +156,8 @@ def _refuse_large(size: int) -> None:
 
 def _failure(ended: ProgramEnd, timeout_s: float, mask: Mask) -> ProbeFailure:
     """Why a process did not answer."""
-    words = mask.text(ended.words)
+    # Code in C writes blocks: where it is ended one may stop within a secret, and stacks are written right behind it.
+    words = "".join(map(mask.cut_text, _STACKS.split(ended.words, maxsplit=1)))
     traceback = words or None
     where = f"; it was at {mask.text(ended.frames[0])}" if ended.frames else ""
     if ended.code is None:
