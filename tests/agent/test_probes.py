@@ -177,6 +177,16 @@ def test_what_a_model_disowns_ends_with_its_probe_though_it_has_no_mark(node: No
     until(lambda: is_gone(int(child.read_text())))
 
 
+def test_what_traces_a_model_that_has_started_it_ends_with_its_probe(node: Node) -> None:
+    child = node.folder / "tracer"
+    failure = node.fails(
+        question("probed_models:is_traced", {"child_to": str(child)}, timeout_s=15)
+    )
+    assert failure.code == "crashed"
+    assert failure.reason.startswith("its process exited with code 0")
+    until(lambda: is_gone(int(child.read_text())))
+
+
 def test_a_model_that_reports_its_end_in_its_program_s_place_gets_an_answer(node: Node) -> None:
     failure = node.fails(question("probed_models:reports_its_end", {}))
     # Where the kernel keeps a process from the descriptors of its parent, the model raises.

@@ -15,6 +15,8 @@ from torch import nn
 
 VOCAB = 256
 _PIDFD_GETFD = 438
+_PR_SET_PDEATHSIG = 1
+_PTRACE_SEIZE = 0x4206
 
 
 class Tokens:
@@ -78,6 +80,23 @@ def disowns(child_to: str) -> nn.Module:
         os._exit(0)
     while True:
         signal.pause()
+
+
+def is_traced(child_to: str) -> nn.Module:
+    """Ends while a process without mark and end, of a session of its own, traces it."""
+    own = os.getpid()
+    reading, writing = os.pipe()
+    if os.fork() == 0:
+        os.setsid()
+        libc = ctypes.CDLL(None)
+        libc.prctl(_PR_SET_PDEATHSIG, 0)
+        libc.ptrace(_PTRACE_SEIZE, own, None, None)
+        Path(child_to).write_text(str(os.getpid()))
+        os.write(writing, b"!")
+        code = "import signal; signal.pause()"
+        os.execve(sys.executable, [sys.executable, "-c", code], {})  # noqa: S606 no shell
+    os.read(reading, 1)
+    os._exit(0)
 
 
 def reports_its_end() -> nn.Module:

@@ -14,6 +14,7 @@ import faulthandler
 import gc
 import importlib
 import os
+import select
 import signal
 import socket
 import sys
@@ -31,6 +32,7 @@ from services.worker.rank.process.warm import children, die_with_parent, end_str
 
 _PR_SET_CHILD_SUBREAPER: Final = 36
 _FAILED: Final = 1
+_LOOK_EVERY_S: Final = 0.1
 _prctl = ctypes.CDLL(None).prctl
 
 
@@ -114,9 +116,15 @@ def _see_to_its_end(child: int, agent: socket.socket) -> NoReturn:
     faulthandler.disable()
     signal.signal(STACKS_SIGNAL, lambda *_: os.kill(child, STACKS_SIGNAL))
     signal.signal(signal.SIGTERM, lambda *_: os.kill(child, signal.SIGKILL))
+    end = os.pidfd_open(child)
     pid = status = 0
     while pid != child or os.WIFSTOPPED(status):  # it may have made this process its tracer
-        pid, status = os.waitpid(-1, 0)
+        over, _, _ = select.select([end], [], [], _LOOK_EVERY_S)
+        pid, status = os.waitpid(-1, os.WNOHANG)
+        if over and not pid:
+            # Something that it has started traces it, and is told of its end first.
+            end_strays(())
+            select.select([], [], [], _LOOK_EVERY_S)
     for number in (STACKS_SIGNAL, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
     with contextlib.suppress(ChildProcessError):
