@@ -119,7 +119,8 @@ def _see_to_its_end(child: int, agent: socket.socket) -> NoReturn:
     end = os.pidfd_open(child)
     pid = status = 0
     while pid != child or os.WIFSTOPPED(status):  # it may have made this process its tracer
-        over, _, _ = select.select([end], [], [], _LOOK_EVERY_S)
+        # Where one has ended there may be more: those that a model starts without end would else fill the process table.
+        over, _, _ = select.select([end], [], [], 0 if pid else _LOOK_EVERY_S)
         pid, status = os.waitpid(-1, os.WNOHANG)
         if over and not pid:
             # Something that it has started traces it, and is told of its end first.
