@@ -59,6 +59,9 @@ class Recoverable(Protocol):
     def recover_if_failed(self) -> None:
         """Drops what its last backward left in flight, if that raised."""
 
+    def lose_gradients(self) -> None:
+        """Has its backward that goes on raise at its end: what it had in flight did not arrive."""
+
 
 class CollectiveCounts:
     """Numbers the collectives of each process group, so that whoever is behind can be named."""
@@ -173,11 +176,16 @@ class CommContext:
         """What is in flight from now on is of `root`."""
         self._in_flight_of = weakref.ref(root)
 
+    @property
+    def root_in_flight(self) -> Recoverable | None:
+        """Whose reductions are in flight, or were last."""
+        return None if self._in_flight_of is None else self._in_flight_of()
+
     def has_in_flight(self, root: Recoverable) -> bool:
         """Whether what is in flight is of `root`: it is never of several."""
         if self._in_flight_of is None or not self.has_several_roots:
             return True
-        return self._in_flight_of() is root
+        return self.root_in_flight is root
 
     @property
     def has_several_roots(self) -> bool:

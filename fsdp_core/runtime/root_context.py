@@ -314,7 +314,12 @@ class RootContext:
         """
         self.shared.recover_failed(self)
         self._land_others()
-        self._land(self.reduces.room_for_one())
+        try:
+            self._land(self.reduces.room_for_one())
+        except BaseException:
+            # Perhaps of a backward within another through this root, which goes on.
+            self.lose_gradients()
+            raise
 
     def _land(self, reductions: Iterable[InFlightReduction]) -> None:
         for pending in reductions:
@@ -327,8 +332,22 @@ class RootContext:
     def _land_others(self) -> None:
         # A hook may run another root's backward again, as what an earlier one left arrives.
         while not self.shared.has_in_flight(self):
+            other = self.shared.root_in_flight
             self.shared.have_in_flight(self)
-            self._land_all()
+            try:
+                self._land_all()
+            except BaseException:
+                if other is not None:
+                    other.lose_gradients()
+                raise
+
+    def lose_gradients(self) -> None:
+        """Has the backward that goes on, if any, raise at its end: some of its gradients did not arrive.
+
+        A hook of a parameter raised, in a backward within it. Whoever catches that is not told otherwise.
+        """
+        if self._end is not None and (end := self._end()) is not None:
+            end.has_lost = True
 
     def _land_all(self) -> None:
         self._land(self.reduces.drain())
@@ -416,21 +435,31 @@ class _EndOfBackward:
     dead.
 
     Attributes:
+        has_lost: Whether gradients of the backward did not arrive.
         is_running: Whether the backward is over and its end goes on.
         has_raised: Whether the end itself raised. Whoever keeps that exception keeps this, too.
     """
 
     def __init__(self, finish: Callable[[], None]) -> None:
         self._finish = finish
+        self.has_lost = False
         self.is_running = False
         self.has_raised = False
 
     def __call__(self) -> None:
         self.is_running = True
         try:
+            self._refuse_if_lost()
             self._finish()
         except BaseException:
             self.has_raised = True
             raise
         finally:
             self.is_running = False
+
+    def _refuse_if_lost(self) -> None:
+        if self.has_lost:
+            raise StateError(
+                "A hook of a parameter, or of the all-reduce, raised in a backward within this one, "
+                "as gradients of this one arrived: they are lost."
+            )

@@ -12,6 +12,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from fsdp_core import FSDPModule, fully_shard, observe, share_comm_ctx
+from fsdp_core.errors import StateError
 from fsdp_core.runtime import NullObserver
 from tests.engine.gang import Gangs, RankContext
 from tests.engine.models import WIDTH, Block
@@ -343,6 +344,42 @@ def grads_of_two(
         name: None if param.grad is None else local(param.grad)
         for name, param in first.named_parameters()
     }
+
+
+@pytest.mark.parametrize("inner", [0, 1], ids=["the same root", "another root"])
+def test_a_backward_whose_gradients_a_hook_kept_from_arriving_within_another_one_raises(
+    gangs: Gangs, inner: int
+) -> None:
+    gangs(2).run(check_kept_from_arriving, inner)
+
+
+def check_kept_from_arriving(ctx: RankContext, inner: int) -> None:
+    expected = sharded_chunk(ctx, 0, fully_shard)
+    chunks = [sharded_chunk(ctx, index, fully_shard) for index in range(2)]
+    share_comm_ctx(chunks)
+    first = chunks[0]
+
+    def once(_: torch.Tensor) -> None:
+        hook.remove()
+        raise ZeroDivisionError
+
+    @torch.enable_grad()
+    def go_within() -> None:
+        with pytest.raises(ZeroDivisionError):
+            torch.autograd.backward(chunks[inner](ctx.batch(0, 3, WIDTH)).square().sum())
+
+    hook = next(first.blocks[1].parameters()).register_post_accumulate_grad_hook(once)
+    block = first.blocks[0].register_forward_hook(lambda _, __, out: Meanwhile.of(out, go_within))
+    loss = first(ctx.batch(1, 3, WIDTH).requires_grad_()).square().sum()
+    block.remove()
+    with pytest.raises(StateError, match="as gradients of this one arrived: they are lost"):
+        torch.autograd.backward(loss)
+    first.zero_grad()
+    for chunk in (first, expected):
+        torch.autograd.backward(chunk(ctx.batch(2, 3, WIDTH)).square().sum())
+    for (name, param), other in zip(first.named_parameters(), expected.parameters(), strict=True):
+        found, wanted = (None if p.grad is None else local(p.grad) for p in (param, other))
+        assert_same_tensor(name, found, wanted, 0.0, 0.0)
 
 
 @pytest.mark.parametrize("sync", ["every", "last"])
