@@ -7,6 +7,7 @@ from typing import Protocol
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from fsdp_core import torch_private
 from fsdp_core.layout import Slicing
@@ -40,6 +41,7 @@ class UnshardedParam:
     Attributes:
         flat: 1D; what a gather is copied into.
         is_shared: Whether all ranks of the host compute with the same memory.
+        versioned: What autograd may have saved, with a version each.
     """
 
     def __init__(
@@ -65,6 +67,9 @@ class UnshardedParam:
         with torch_private.outside_inference_mode(), torch.no_grad():
             self.flat = torch.empty(numel, dtype=dtype, device=device) if memory is None else memory
             self._parameter = nn.Parameter(shape(self.flat), requires_grad=False)
+        # A DTensor counts versions of its own, which autograd looks at where it has saved that.
+        is_apart = isinstance(self._parameter, DTensor)
+        self.versioned = (self.flat, self._parameter) if is_apart else (self.flat,)
         self.free()
 
     @property
@@ -80,7 +85,7 @@ class UnshardedParam:
     def allocate(self) -> None:
         """Gets memory of undefined content; a no-op where there is some."""
         if not self.is_shared:
-            allocate_as_saved(self.flat)
+            allocate_as_saved(*self.versioned)
 
     def destination(self, slicing: Slicing) -> torch.Tensor:
         """Memory for the rows of a gather, (parts, row): its own where rows end to end are the parameter."""
@@ -99,7 +104,7 @@ class UnshardedParam:
     def free(self) -> None:
         """Gives the memory back; what all ranks share stays."""
         if not self.is_shared:
-            free_for_autograd(self.flat)
+            free_for_autograd(*self.versioned)
 
 
 class WholeMemory:
@@ -110,19 +115,20 @@ class WholeMemory:
     """
 
     def __init__(self, wholes: Sequence[UnshardedParam]) -> None:
-        self._flats = tuple(whole.flat for whole in wholes)
-        self._storages = [flat.untyped_storage() for flat in self._flats]
+        self._versioned = tuple(tensor for whole in wholes for tensor in whole.versioned)
+        wholes = [whole for whole in wholes for _ in whole.versioned]
+        self._storages = [whole.flat.untyped_storage() for whole in wholes]
         # Bytes that come and go: none of what is shared, or has no elements. Both have versions all the same.
         self._sizes = [0 if w.is_shared else w.flat.numel() * w.flat.itemsize for w in wholes]
 
     def fill(self, copy: Callable[[], None]) -> None:
         """Gets memory and has `copy` fill it; autograd takes the values for those that it saved."""
-        flats = self._flats
+        versioned = self._versioned
         # A version that was counted when memory was given back is taken back with it.
         versions = [
             version - (storage.size() == 0 < size)
             for version, storage, size in zip(
-                torch_private.versions(flats), self._storages, self._sizes, strict=True
+                torch_private.versions(versioned), self._storages, self._sizes, strict=True
             )
         ]
         filled = 0
@@ -133,13 +139,13 @@ class WholeMemory:
                 filled += 1
             copy()
         finally:
-            torch_private.set_versions(flats[:filled], versions[:filled])
+            torch_private.set_versions(versioned[:filled], versions[:filled])
 
     def free(self) -> None:
         """Gives memory back, as `free_for_autograd` does."""
         held = [i for i, size in enumerate(self._sizes) if size and self._storages[i].size() != 0]
-        flats = [self._flats[i] for i in held]
-        torch_private.set_versions(flats, [each + 1 for each in torch_private.versions(flats)])
+        refused = [self._versioned[i] for i in held]
+        torch_private.set_versions(refused, [each + 1 for each in torch_private.versions(refused)])
         for i in held:
             self._storages[i].resize_(0)
 
@@ -159,16 +165,18 @@ def free(tensor: torch.Tensor) -> None:
         storage.resize_(0)
 
 
-def allocate_as_saved(tensor: torch.Tensor) -> None:
+def allocate_as_saved(tensor: torch.Tensor, *wrappers: torch.Tensor) -> None:
     """Undoes `free_for_autograd`; a no-op where there is memory."""
     was_free = tensor.numel() > 0 and tensor.untyped_storage().size() == 0
     allocate(tensor)  # may raise
     if was_free:
-        torch_private.shift_version(tensor, -1)
+        for each in (tensor, *wrappers):
+            torch_private.shift_version(each, -1)
 
 
-def free_for_autograd(tensor: torch.Tensor) -> None:
-    """Frees `tensor` and has autograd refuse to read what it saved of it and of its views."""
+def free_for_autograd(tensor: torch.Tensor, *wrappers: torch.Tensor) -> None:
+    """Frees `tensor` and has autograd refuse to read what it saved of it, its views and its wrappers."""
     if tensor.untyped_storage().size() != 0:
-        torch_private.shift_version(tensor, 1)
+        for each in (tensor, *wrappers):
+            torch_private.shift_version(each, 1)
         free(tensor)

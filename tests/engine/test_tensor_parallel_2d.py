@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
     RowwiseParallel,
@@ -17,6 +17,7 @@ from torch.distributed.tensor.parallel import (
 )
 from torch.utils.checkpoint import checkpoint
 
+from fsdp_core import SharedMemoryPolicy, fully_shard
 from tests.engine.gang import Gangs, RankContext
 from tests.engine.versus import (
     Engine,
@@ -231,3 +232,40 @@ def check_meta(ctx: RankContext) -> None:
             local(block.get_parameter("gain")).fill_(1.0)
         traces.append(train(model, lambda m, step: m(batch(ctx, case, step)), steps=2))
     assert_close(*traces, rtol=0.0, atol=0.0)
+
+
+class Hiding(nn.Module):
+    """Keeps a tensor beside what it returns."""
+
+    def __init__(self, width: int, tp: DeviceMesh) -> None:
+        super().__init__()
+        self.gain = nn.Parameter(distribute_tensor(torch.ones(width), tp, [Replicate()]))
+        self.hidden: list[torch.Tensor] = []
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        hidden = x * self.gain
+        self.hidden.append(hidden)
+        return x + hidden.detach()
+
+
+@pytest.mark.parametrize("memory", [None, SharedMemoryPolicy()], ids=["own", "shared"])
+def test_a_backward_that_would_read_freed_split_parameters_is_refused(
+    gangs: Gangs, memory: SharedMemoryPolicy | None
+) -> None:
+    gangs(4).run(check_freed, memory)
+
+
+def check_freed(ctx: RankContext, memory: SharedMemoryPolicy | None) -> None:
+    mesh = mesh_of(ctx.device.type, (2, 2))
+    for frees in (True, False):
+        model = Hiding(4, mesh["tp"]).to(ctx.device)
+        fully_shard(model, mesh=mesh["dp_shard"], reshard_after_forward=frees, shared_memory=memory)
+        x = distribute_tensor(torch.ones(3, 4, device=ctx.device), mesh["tp"], [Replicate()])
+        model(x.requires_grad_())
+        loss = model.hidden[0].square().sum()
+        if frees:
+            with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+                torch.autograd.backward(loss)
+        else:
+            torch.autograd.backward(loss)
+            assert model.gain.grad is not None
