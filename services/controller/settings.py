@@ -126,7 +126,7 @@ class Settings(RedisSettings):
         default=512,
         ge=8,
         le=100_000,
-        description="Connections that the controller keeps open; beyond it, it closes the oldest without a complete request, or else the one whose answer has gone unread longest.",
+        description="Connections that the controller keeps open; beyond it, it closes the oldest of those without a complete request or of those whose answers go unread, whichever are more.",
     )
     request_timeout_s: float = Field(
         default=30.0,

@@ -329,6 +329,28 @@ async def test_who_does_not_read_shuts_nobody_out(asked: bytes) -> None:
 
 
 @pytest.mark.anyio
+async def test_answers_that_nobody_reads_end_no_upload() -> None:
+    async with served(ConnectionLimits(open_at_once=3), parts=[]) as server:
+        with contextlib.ExitStack() as stack:
+            for _ in range(2):
+                client = stack.enter_context(socket.create_connection(server.address))
+                client.send(b"GET / HTTP/1.1\r\nHost: x\r\n\r\n")
+            await sooner_or_later(lambda: len(server.state.connections) == 2)
+            unread = set(server.state.connections)
+            await sooner_or_later(
+                lambda: all(each.transport.get_write_buffer_size() for each in unread)
+            )
+            reader, writer = await asyncio.open_connection(*server.address, limit=1 << 20)
+            writer.write(b"POST / HTTP/1.1\r\nHost: x\r\nContent-Length: 2\r\n\r\n1")
+            await sooner_or_later(lambda: len(server.state.connections) == 3)
+            stack.enter_context(socket.create_connection(server.address))
+            await sooner_or_later(lambda: len(unread & server.state.connections) < 2)
+            writer.write(b"2")
+            assert await reader.readline() == b"HTTP/1.1 200 OK\r\n"
+            writer.transport.abort()
+
+
+@pytest.mark.anyio
 async def test_unread_answers_of_all_together_are_bounded_and_who_reads_gets_the_whole() -> None:
     most = 2 << 20
     async with served(ConnectionLimits(unread_bytes=most)) as server:

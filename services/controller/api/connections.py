@@ -249,13 +249,17 @@ class BoundedProtocol(H11Protocol):
             self.transport.close()
 
     def _to_be_refused(self) -> "BoundedProtocol":
-        """The oldest connection whose request is not there yet, else that which has gone unread longest, else this one."""
+        """The oldest of those whose request is not there yet, or of those that go unread: of the kind that has more.
+
+        Whoever fills one kind would else have everybody in the other refused, one at each further connection.
+        """
         others = [c for c in self.connections if isinstance(c, BoundedProtocol) and c is not self]
-        for timers in ([c._deadline for c in others], [c._stalled for c in others]):  # noqa: SLF001 its own class
-            waiting = [(t.when(), n) for n, t in enumerate(timers) if t is not None]
-            if waiting:
-                return others[min(waiting)[1]]
-        return self
+        kinds = ([c._deadline for c in others], [c._stalled for c in others])  # noqa: SLF001 its own class
+        waiting = max(
+            ([(t.when(), n) for n, t in enumerate(timers) if t is not None] for timers in kinds),
+            key=len,
+        )
+        return others[min(waiting)[1]] if waiting else self
 
 
 def keep_tls_buffers_small() -> None:
