@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import functools
 import secrets
 import socket
 import ssl
@@ -423,6 +424,28 @@ async def test_answers_behind_tls_that_nobody_reads_are_counted_and_let_go(
         await sooner_or_later(lambda: not server.state.connections)
     for writer in writers:
         writer.transport.abort()
+
+
+@pytest.mark.anyio
+async def test_who_is_refused_behind_tls_keeps_no_descriptor(
+    tls: tuple[ssl.SSLContext, ssl.SSLContext],
+) -> None:
+    ours, theirs = tls
+    connect = functools.partial(asyncio.open_connection, ssl=theirs, server_hostname="localhost")
+    async with served(ConnectionLimits(open_at_once=1), tls=ours) as server:
+        reader, silent = await connect(*server.address)
+        await sooner_or_later(lambda: bool(server.state.connections))
+        (connection,) = server.state.connections
+        accepted = connection.transport.get_extra_info("socket")
+        silent.transport.pause_reading()  # type: ignore[attr-defined] # it does not answer the end of TLS
+        _, other = await connect(*server.address)
+        async with asyncio.timeout(10):
+            while accepted.fileno() != -1:  # noqa: ASYNC110 a connection sets no event
+                await asyncio.sleep(0)
+        silent.transport.resume_reading()  # type: ignore[attr-defined]
+        assert (await reader.readline()).startswith(b"HTTP/1.1 503 ")
+        for writer in (silent, other):
+            writer.transport.abort()
 
 
 @pytest.mark.anyio

@@ -243,10 +243,8 @@ class BoundedProtocol(H11Protocol):
         self.connections.discard(self)
         if self.conn.their_state is h11.IDLE and not self._is_refused:
             self.transport.write(_BUSY)
-        if self.transport.get_write_buffer_size():
-            self.transport.abort()  # to close it would be to wait for a client that does not read
-        else:
-            self.transport.close()
+        # To close it would be to wait for a client that does not read, or behind TLS does not take its leave.
+        self.transport.abort()
 
     def _to_be_refused(self) -> "BoundedProtocol":
         """The oldest of those whose request is not there yet, or of those that go unread: of the kind that has more.
