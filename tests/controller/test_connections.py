@@ -303,6 +303,29 @@ LEAVES_A_LITTLE = b"GET /until-some-waits HTTP/1.1\r\nHost: x\r\nConnection: clo
 
 
 @pytest.mark.anyio
+async def test_a_request_on_a_kept_connection_has_its_time_from_its_first_byte() -> None:
+    async with served(ConnectionLimits()) as server:
+        reader, writer = await asyncio.open_connection(*server.address)
+        writer.write(b"HEAD / HTTP/1.1\r\nHost: x\r\n\r\n")
+        await reader.readuntil(b"\r\n\r\n")
+        (connection,) = server.state.connections
+        assert isinstance(connection, BoundedProtocol)
+        await sooner_or_later(lambda: connection._deadline)
+        while_idle = connection._deadline
+        writer.write(b"H")
+        await sooner_or_later(lambda: connection.conn.trailing_data[0] == b"H")
+        begun = connection._deadline
+        assert begun is not None
+        assert while_idle is not None
+        assert begun.when() > while_idle.when()
+        assert while_idle.cancelled()
+        writer.write(b"E")
+        await sooner_or_later(lambda: connection.conn.trailing_data[0] == b"HE")
+        assert connection._deadline is begun
+        writer.close()
+
+
+@pytest.mark.anyio
 async def test_who_leaves_the_last_of_an_answer_unread_is_let_go() -> None:
     async with served(ConnectionLimits(request_s=0.2)) as server:
         with socket.create_connection(server.address) as client:

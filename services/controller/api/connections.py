@@ -97,7 +97,14 @@ class BoundedProtocol(H11Protocol):
         if self._has_many_lines(data):
             self._answer_last(_TOO_MANY_LINES)
             return
-        cycle, before = self.cycle, self._taken()
+        cycle: RequestResponseCycle | None = self.cycle
+        before = self._taken()
+        if (
+            cycle is not None
+            and self.conn.their_state is h11.IDLE
+            and not self.conn.trailing_data[0]
+        ):
+            self._deadline = _cancel(self._deadline)  # that of an idle connection: a request begins
         with self._no_second_answer():
             super().data_received(data)
         if self.conn.their_state is h11.SEND_BODY and self._is_in_chunks():
