@@ -19,6 +19,7 @@ from services.controller.domain.errors import (
 )
 from services.controller.domain.plans.pace import scale_of
 from services.controller.domain.scheduling.node import Lease
+from services.controller.domain.scheduling.placement import NodeUsage
 from services.controller.ports.coordination import Ports
 from services.controller.ports.jobs import Actor, Stored
 from services.controller.ports.plans import PlanStore
@@ -290,6 +291,34 @@ def test_however_many_ask_for_plans_one_answer_is_read_at_a_time_and_once_for_ea
         made = await asyncio.gather(*asked)
         assert {plan.state for plan in made} == {PlanState.READY}
         assert (seen.reads, seen.most) == (8, 1)
+
+    play(course)
+
+
+def test_however_many_ask_for_plans_all_jobs_are_read_by_turns_of_the_owners(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    reading: list[str] = []
+    most = 0
+
+    async def read_slowly(ports: Ports) -> tuple[NodeUsage, ...]:
+        nonlocal most
+        reading.append("")
+        most = max(most, len(reading))
+        for _ in range(5):  # others get their turn, if they may
+            await asyncio.sleep(0)
+        reading.pop()
+        return await current_usages(ports)
+
+    monkeypatch.setattr(plans, "current_usages", read_slowly)
+
+    async def course(office: Office) -> None:
+        ports, _, spec, drawing = await a_profiled_model(office)
+        asked = (make_plan(ports, Wanted(spec), ADA, ANYTHING, drawing) for _ in range(8))
+        made = await asyncio.gather(*asked)
+        assert {plan.state for plan in made} == {PlanState.READY}
+        # One for those that are asked for, one for the plan that is worked out.
+        assert most <= 2
 
     play(course)
 

@@ -82,12 +82,13 @@ class Drawing:
 
     ``wait_s``: for how long a request waits for a probe. ``probe_timeout_s``: how long a probe may
     take. ``hands``: plans are worked out one at a time, those of one owner after another's, beside the event
-    loop. ``left_behind``: what lists have begun and do not wait for any longer.
+    loop. ``readers``: so is it read for requests what is taken of the nodes. ``left_behind``: what lists have begun and do not wait for any longer.
     """
 
     wait_s: float = 5.0
     probe_timeout_s: float = 120.0
     hands: Turns = field(default_factory=Turns)
+    readers: Turns = field(default_factory=Turns)
     left_behind: set[asyncio.Task[Plan | None]] = field(default_factory=set)
 
 
@@ -108,7 +109,9 @@ async def make_plan(
         StateConflictError: No node is there that could profile the model, or the owner's other plans wait for theirs.
     """
     await _refuse_faulty(ports, wanted.spec, allowed)
-    usages = await current_usages(ports)
+    # A request for a plan, which waits for a node, has none of the eight places of its subject; this reads all active jobs.
+    async with drawing.readers.of(actor.name):
+        usages = await current_usages(ports)
     plan = await begin_plan(ports, wanted, actor.name, drawing, usages)
     return plan_view(await _patiently(ports, plan, drawing))
 
