@@ -91,7 +91,7 @@ class RootContext:
         self._forward_thread: weakref.ref[threading.Thread] | None = None
         self._expects_backward = True
         self._end: weakref.ref[_EndOfBackward] | None = None
-        self._ends_all = False
+        self._ends_all = self._has_lost = False
         self._reached: set[Unit] = set()
         self._prefetched: list[Unit] = []
         self.move_to(shared)
@@ -346,8 +346,14 @@ class RootContext:
 
         A hook of a parameter raised, in a backward within it. Whoever catches that is not told otherwise.
         """
-        if self._end is not None and (end := self._end()) is not None:
-            end.has_lost = True
+        self._has_lost = True
+
+    def _refuse_if_lost(self) -> None:
+        if self._has_lost:
+            raise StateError(
+                "A hook of a parameter, or of the all-reduce, raised in a backward within this one, "
+                "as gradients of this one arrived: they are lost."
+            )
 
     def _land_all(self) -> None:
         self._land(self.reduces.drain())
@@ -357,7 +363,12 @@ class RootContext:
     def end_backward(self) -> None:
         """Ends the backward of all units; a pipeline calls it for gradients that it held."""
         self._ends_all = True
-        self._end_reached()
+        try:
+            self._end_reached()
+        except BaseException:
+            # No callback of autograd's is dead now, by which the next forward would see that it failed.
+            self._end = weakref.ref(_EndOfBackward(self._end_reached))
+            raise
 
     def _end_outside_transforms(self) -> None:
         # torch.func.grad runs its backward, and with it this, within the transform.
@@ -366,6 +377,7 @@ class RootContext:
 
     def _end_reached(self) -> None:
         """Ends the backward of the units that it reached, or of all."""
+        self._refuse_if_lost()
         self.shared.recover_failed(self)
         ends_all = self._ends_all
         ending = ending_of(self.units, self._reached, self._forward_root, ends_all=ends_all)
@@ -380,6 +392,7 @@ class RootContext:
                 unit.reduce_overdue()
             # Not the last backward either leaves any: gradients that arrived after the user has
             # zeroed them, because the next forward raised, would stay.
+            self._land_others()
             self._land_all()
             if self.root.options.is_last_backward:
                 if ends_all:
@@ -390,11 +403,13 @@ class RootContext:
             for unit in ending.ended:
                 unit.go_idle()
             self.await_copied()
+        # A hook may have gone backward through another root meanwhile, where the last ones arrived.
+        self._refuse_if_lost()
         self._forget_backward()
 
     def _forget_backward(self) -> None:
         self._end = None
-        self._ends_all = False
+        self._ends_all = self._has_lost = False
         self._reached.clear()
 
     def recover_if_failed(self) -> None:
@@ -435,31 +450,21 @@ class _EndOfBackward:
     dead.
 
     Attributes:
-        has_lost: Whether gradients of the backward did not arrive.
         is_running: Whether the backward is over and its end goes on.
         has_raised: Whether the end itself raised. Whoever keeps that exception keeps this, too.
     """
 
     def __init__(self, finish: Callable[[], None]) -> None:
         self._finish = finish
-        self.has_lost = False
         self.is_running = False
         self.has_raised = False
 
     def __call__(self) -> None:
         self.is_running = True
         try:
-            self._refuse_if_lost()
             self._finish()
         except BaseException:
             self.has_raised = True
             raise
         finally:
             self.is_running = False
-
-    def _refuse_if_lost(self) -> None:
-        if self.has_lost:
-            raise StateError(
-                "A hook of a parameter, or of the all-reduce, raised in a backward within this one, "
-                "as gradients of this one arrived: they are lost."
-            )

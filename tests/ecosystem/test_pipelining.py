@@ -14,6 +14,7 @@ from torch.distributed.tensor import DTensor
 
 from fsdp_core import FSDPModule, fully_shard
 from tests.engine.gang import Gangs, RankContext
+from tests.engine.sharded import local
 
 pytestmark = pytest.mark.ranks
 
@@ -80,6 +81,50 @@ def test_split_backwards_equal_the_reference(gangs: Gangs) -> None:
 
 def test_a_bridged_schedule_gathers_when_it_planned_to(gangs: Gangs) -> None:
     gangs(2).run(watch_the_plan)
+
+
+def test_a_step_whose_reduction_raised_leaves_nothing_to_the_next(gangs: Gangs) -> None:
+    gangs(2).run(check_failed_reduction)
+
+
+def check_failed_reduction(ctx: RankContext) -> None:
+    expected, found = (grads_of_last_step(ctx, fails=fails) for fails in (False, True))
+    assert all(torch.equal(a, b) for a, b in zip(expected, found, strict=True))
+
+
+def grads_of_last_step(ctx: RankContext, *, fails: bool) -> list[torch.Tensor]:
+    """Of a stage's second step, if a hook of a parameter raised in the first, or of its only one."""
+    from torch.distributed.pipelining import ScheduleGPipe  # noqa: PLC0415 - it loads the oracle
+
+    from fsdp_core.interop.pipelining import PipelineStage  # noqa: PLC0415 - it loads the oracle
+
+    mesh = init_device_mesh(ctx.device.type, (1, ctx.world), mesh_dim_names=("pp", "dp_shard"))
+    torch.manual_seed(0)
+    part = Part().to(ctx.device)
+    for layer in part.layers:
+        fully_shard(layer, mesh=mesh["dp_shard"])
+    fully_shard(part, mesh=mesh["dp_shard"])
+    stage = PipelineStage(part, 0, 1, ctx.device, group=mesh["pp"].get_group())
+    runner = ScheduleGPipe(stage, MICROBATCHES, loss_fn=mean_square)
+    params = list(part.parameters())
+
+    def go(step: int) -> None:
+        x = ctx.batch(step, 2 * MICROBATCHES, WIDTH)
+        runner.step(x, target=x.flip(-1))
+
+    def once(_: torch.Tensor) -> None:
+        hook.remove()
+        raise ZeroDivisionError
+
+    if fails:
+        hook = params[-1].register_post_accumulate_grad_hook(once)  # type: ignore[no-untyped-call]  # PyTorch's
+        with pytest.raises(ZeroDivisionError):
+            go(0)
+        # As an optimizer does, which holds the slices.
+        for param in params:
+            param.grad = None
+    go(1)
+    return [local(param.grad).clone() for param in params if param.grad is not None]
 
 
 def compare(ctx: RankContext, schedule: Schedule, *, reshard: bool) -> list[float]:

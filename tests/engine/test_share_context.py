@@ -46,9 +46,9 @@ SCHEDULE = [
 
 
 class Chunk(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self, blocks: int) -> None:
         super().__init__()
-        self.blocks = nn.ModuleList(Block() for _ in range(2))
+        self.blocks = nn.ModuleList(Block() for _ in range(blocks))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         for block in self.blocks:
@@ -346,18 +346,23 @@ def grads_of_two(
     }
 
 
-@pytest.mark.parametrize("inner", [0, 1], ids=["the same root", "another root"])
+@pytest.mark.parametrize(
+    ("inner", "reduces"),
+    [(0, True), (1, True), (1, False)],
+    ids=["the same root", "another root", "another root's end"],
+)
 def test_a_backward_whose_gradients_a_hook_kept_from_arriving_within_another_one_raises(
-    gangs: Gangs, inner: int
+    gangs: Gangs, inner: int, *, reduces: bool
 ) -> None:
-    gangs(2).run(check_kept_from_arriving, inner)
+    gangs(2).run(check_kept_from_arriving, inner, reduces)
 
 
-def check_kept_from_arriving(ctx: RankContext, inner: int) -> None:
+def check_kept_from_arriving(ctx: RankContext, inner: int, reduces: bool) -> None:  # noqa: FBT001 - shipped positionally
     expected = sharded_chunk(ctx, 0, fully_shard)
     chunks = [sharded_chunk(ctx, index, fully_shard) for index in range(2)]
     share_comm_ctx(chunks)
     first = chunks[0]
+    chunks[1].set_requires_gradient_sync(reduces)
 
     def once(_: torch.Tensor) -> None:
         hook.remove()
@@ -380,6 +385,47 @@ def check_kept_from_arriving(ctx: RankContext, inner: int) -> None:
     for (name, param), other in zip(first.named_parameters(), expected.parameters(), strict=True):
         found, wanted = (None if p.grad is None else local(p.grad) for p in (param, other))
         assert_same_tensor(name, found, wanted, 0.0, 0.0)
+
+
+@pytest.mark.parametrize("calls_end", [False, True], ids=["autograd's", "a pipeline's"])
+def test_an_end_whose_gradients_a_hook_kept_from_arriving_within_another_roots_backward_raises(
+    gangs: Gangs, *, calls_end: bool
+) -> None:
+    gangs(2).run(check_kept_from_arriving_at_the_end, calls_end)
+
+
+def check_kept_from_arriving_at_the_end(ctx: RankContext, calls_end: bool) -> None:  # noqa: FBT001 - shipped positionally
+    chunks = [sharded_chunk(ctx, index, fully_shard, blocks=3) for index in range(2)]
+    share_comm_ctx(chunks)
+    first, second = chunks
+    first.set_reduce_scatter_max_input_buffers(2)
+    arrived: list[int] = []
+
+    @torch.enable_grad()
+    def note(index: int) -> None:
+        arrived.append(index)
+        if len(arrived) == 1:
+            with pytest.raises(ZeroDivisionError):
+                torch.autograd.backward(second(ctx.batch(0, 3, WIDTH)).square().sum())
+        elif len(arrived) == 2:
+            raise ZeroDivisionError
+
+    for index, block in enumerate(first.blocks):
+        param = next(block.parameters())
+        param.register_post_accumulate_grad_hook(lambda _, index=index: note(index))
+    first.set_requires_gradient_sync(not calls_end)
+    # An input without a gradient: the first block's backward ends where all ends.
+    loss = first(ctx.batch(1, 3, WIDTH)).square().sum()
+
+    def end() -> None:
+        torch.autograd.backward(loss)
+        if calls_end:
+            first.set_requires_gradient_sync(True)
+            state(first).context.end_backward()
+
+    with pytest.raises(StateError, match="as gradients of this one arrived: they are lost"):
+        end()
+    assert len(arrived) == 3
 
 
 @pytest.mark.parametrize("sync", ["every", "last"])
@@ -445,9 +491,11 @@ def one_step(
             torch.autograd.backward(outputs[here], inputs[1, micro].grad)
 
 
-def sharded_chunk(ctx: RankContext, index: int, shard: Callable[..., object]) -> Any:  # noqa: ANN401 - a class of either engine
+def sharded_chunk(
+    ctx: RankContext, index: int, shard: Callable[..., object], blocks: int = 2
+) -> Any:  # noqa: ANN401 - a class of either engine
     torch.manual_seed(20 + index)
-    chunk = Chunk().to(ctx.device)
+    chunk = Chunk(blocks).to(ctx.device)
     for block in chunk.blocks:
         shard(block, mesh=ctx.mesh)
     shard(chunk, mesh=ctx.mesh)
