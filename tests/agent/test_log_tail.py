@@ -213,6 +213,17 @@ def test_no_half_of_a_secret_is_shown_of_the_last_line_of_a_rank_that_was_killed
     assert lines == ["before", "the key is [secret key]"]
 
 
+def test_no_half_of_a_secret_is_shown_where_the_words_of_a_crash_follow_it(tmp_path: Path) -> None:
+    path = tmp_path / "log"
+    append(path, b"the key is 01234567Fatal Python error: Segmentation fault\n")
+    append(path, b"and then 0123\xc3Thread 0x00007f (most recent call first):\n")
+    tail = LogTail(path, Mask({"key": "0123456789", "other": "0123ä and more"}))
+    assert [line.text for line in tail.read(10)] == [
+        "the key is [secret key]Fatal Python error: Segmentation fault",
+        "and then [secret other]Thread 0x00007f (most recent call first):",
+    ]
+
+
 @pytest.mark.parametrize("left", range(1, 5))
 def test_no_half_of_a_secret_is_shown_of_a_line_that_is_cut_within_a_letter(
     tmp_path: Path, left: int

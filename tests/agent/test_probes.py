@@ -62,6 +62,7 @@ pytestmark = [pytest.mark.ranks, pytest.mark.redis]
 
 LENGTH = 16
 SECRET = 'pa"ss/wörd & 1234\\5678'  # noqa: S105 a test's
+OF_PARTS = "wJalrXUtnFEMI/K7MDENG/bPxRfiCY"
 CONDITIONS = (Conditions(recompute=True),)
 SMALL: Final[dict[str, JsonValue]] = {"dim": 16, "layers": 2, "heads": 2}
 AGAIN = "retry when they have ended"
@@ -126,6 +127,7 @@ def node(redis_server: EmbeddedRedis, tmp_path_factory: pytest.TempPathFactory) 
     redis_server.flush()
     (folder / "secrets").mkdir()
     (folder / "secrets" / "HUB").write_text(SECRET)
+    (folder / "secrets" / "STORE").write_text(OF_PARTS)
     controller = Controller(redis_server.url)
     controller.open_job()
     with agents_on(redis_server.url, folder) as start:
@@ -422,6 +424,13 @@ def test_no_half_of_a_secret_is_told_of_a_model_that_was_ended(node: Node, end: 
     assert "the hub asks for [secret HUB]" in str(failure.traceback)
     assert SECRET[:4] not in failure.model_dump_json()
     assert json.dumps(SECRET[:4])[1:-1] not in failure.model_dump_json()
+
+
+def test_no_half_of_a_secret_is_told_of_the_place_where_a_model_hangs(node: Node) -> None:
+    asked = question("probed_models:hangs_in", {"credential": {"secret": "STORE"}}, timeout_s=6)
+    failure = node.fails(asked)
+    assert failure.reason.endswith("it was at host/[secret STORE]/model.py:2 in <module>")
+    assert not [part for part in OF_PARTS.split("/") if part in failure.model_dump_json()]
 
 
 def test_what_the_node_does_not_allow_is_refused_without_a_process(node: Node) -> None:

@@ -1,12 +1,14 @@
 """What is stopped cannot answer, and is looked into from outside."""
 
 import asyncio
+import faulthandler
 import os
 import signal
 import subprocess
 import sys
 import tempfile
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -195,17 +197,35 @@ def test_a_secret_in_the_place_of_code_is_masked_when_a_gang_is_looked_into(tmp_
             process.kill()
 
 
-def test_half_a_secret_at_the_end_of_what_is_read_of_stacks_is_left_out(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "length", [TEXT_KEPT, TEXT_KEPT // 2]
+)  # too much, or not all is written yet
+def test_half_a_secret_at_the_end_of_what_is_read_of_stacks_is_left_out(
+    tmp_path: Path, length: int
+) -> None:
     path = stacks_path(tmp_path, 0)
     path.touch()
-    said = "x" * (TEXT_KEPT - len(SECRET) + 3) + SECRET
+    said = "x" * (length - len(SECRET) + 3) + SECRET[:-3]
     handles = signal.signal(STACKS_SIGNAL, lambda *_: path.write_text(said))
     try:
         found = asyncio.run(collect(tmp_path, {0: os.getpid()}, Mask({"HUB": SECRET})))
     finally:
         signal.signal(STACKS_SIGNAL, handles)
-    assert len(found[0].text) > TEXT_KEPT // 2
+    assert len(found[0].text) > length // 2
     assert found[0].text.strip("x") == "[secret HUB]"
+
+
+@pytest.mark.parametrize("secret", ["0123456789" * 60, "pässwört-0123"])
+def test_a_secret_in_a_name_that_faulthandler_cuts_or_spells_is_masked(secret: str) -> None:
+    place = f"https://host/model.py?token={secret}"
+    loaded: dict[str, Any] = {"faulthandler": faulthandler}
+    exec(compile("def show(file):\n faulthandler.dump_traceback(file)", place, "exec"), loaded)  # noqa: S102 a test's own
+    with tempfile.TemporaryFile() as file:
+        loaded["show"](file.fileno())
+        file.seek(0)
+        text = Mask({"HUB": secret}).text(file.read().decode())
+    assert "?token=[secret HUB]" in text.splitlines()[1]
+    assert not [part for part in ("0123", "rt-", "p\\xe4") if part in text.splitlines()[1]]
 
 
 def test_of_a_process_that_is_gone_there_is_no_stack() -> None:

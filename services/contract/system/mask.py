@@ -8,6 +8,7 @@ import base64
 import itertools
 import json
 import urllib.parse
+from bisect import bisect_right
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Final
@@ -18,6 +19,8 @@ from pydantic_core import from_json, to_json
 MIN_SECRET_CHARACTERS: Final = 8
 _MOST_ONE_BY_ONE: Final = 256
 _SHORTEST_BEGINNING: Final = 4  # of a secret; shorter ones say little, and occur by chance
+# faulthandler writes behind whatever stands there, and of names the first 500 letters.
+_BEHIND_CUTS: Final = ("Fatal Python error: ", "Current thread 0x", "Thread 0x", '...", line ')
 # Half of a surrogate pair, which neither JSON nor a secret has.
 _BETWEEN: Final = "\ud800"
 _Found = tuple[int, int, str]
@@ -36,18 +39,18 @@ class Mask:
     def __init__(self, secrets: Mapping[str, str]) -> None:
         self._forms = {form: name for name, value in secrets.items() for form in _forms(value)}
         self._windows = _windows(self._forms) if len(self._forms) > _MOST_ONE_BY_ONE else {}
+        self._longest = max(map(len, self._forms), default=0)
+        self._sorted = sorted(self._forms)
+        self._beginnings = {form[:_SHORTEST_BEGINNING] for form in self._forms}
 
     def text(self, text: str) -> str:
         """``text`` with the names of secrets in place of their values."""
-        return self._masked(text, self._found(text))
+        return self._masked(text, itertools.chain(self._found(text), self._torn(text)))
 
     def cut_text(self, text: str) -> str:
-        """The same of a text whose end is missing: what may be the beginning of a secret there is masked, too.
-
-        The end may be missing of its last letter, too, which stands there as a replacement then.
-        """
-        text = text.removesuffix("\N{REPLACEMENT CHARACTER}")
-        return self._masked(text, itertools.chain(self._found(text), self._begun(text)))
+        """The same of a text whose end is missing: what may be the beginning of a secret there is masked, too."""
+        begun = self._begun(text, 0, len(text))
+        return self._masked(text, itertools.chain(self._found(text), self._torn(text), begun))
 
     def _masked(self, text: str, found: Iterable[_Found]) -> str:
         parts, end = [], 0
@@ -56,15 +59,27 @@ class Mask:
             end = stop
         return "".join((*parts, text[end:]))
 
-    def _begun(self, text: str) -> Iterator[_Found]:
-        """What stands at the end of a text of forms that may go on behind it."""
-        for form in self._forms:
-            beginning = form[:_SHORTEST_BEGINNING]
-            at = text.find(beginning, max(len(text) - len(form) + 1, 0))
-            while at >= 0 and not form.startswith(text[at:]):
-                at = text.find(beginning, at + 1)
-            if at >= 0:
-                yield at, len(text), form
+    def _torn(self, text: str) -> Iterator[_Found]:
+        """What stands within a text where another one goes on in the middle of it."""
+        for behind in _BEHIND_CUTS if self._forms else ():
+            start, at = 0, text.find(behind)
+            while at >= 0:
+                yield from self._begun(text, start, at)
+                start = at + len(behind)
+                at = text.find(behind, start)
+
+    def _begun(self, text: str, start: int, end: int) -> Iterator[_Found]:
+        """What stands before ``end`` in a text of forms that may go on behind it.
+
+        The last letter may be cut, too: then a replacement stands there.
+        """
+        stop = end - text.endswith("\N{REPLACEMENT CHARACTER}", start, end)
+        for at in range(max(stop - self._longest + 1, start), stop - _SHORTEST_BEGINNING + 1):
+            if text[at : at + _SHORTEST_BEGINNING] in self._beginnings:
+                begun = text[at:stop]
+                place = bisect_right(self._sorted, begun)  # behind the one that is not cut
+                if any(form.startswith(begun) for form in self._sorted[place : place + 1]):
+                    yield at, end, self._sorted[place]
 
     def _found(self, text: str) -> Iterator[_Found]:
         """Where forms stand in a text, and which."""
@@ -163,14 +178,21 @@ def _few_windows(form: str) -> dict[str, int]:
 
 
 def _forms(value: str) -> Iterator[str]:
-    """The value and each of its lines: as they are, as URLs, base64, ``repr`` and JSON write them.
+    """The value and each of its lines: as they are, as URLs, base64, ``repr``, ``ascii`` and JSON write them.
 
     And as JSON writes those in turn: an error that quotes a value travels inside JSON.
     """
     for part in {value, *value.splitlines()}:
         if len(part) >= MIN_SECRET_CHARACTERS:
             in_urls = (urllib.parse.quote(part, safe=""), urllib.parse.quote_plus(part))
-            plain = {part, repr(part)[1:-1], *in_urls, urllib.parse.quote(part), *_in_base64(part)}
+            plain = {
+                part,
+                repr(part)[1:-1],
+                ascii(part)[1:-1],
+                *in_urls,
+                urllib.parse.quote(part),
+                *_in_base64(part),
+            }
             once = {json.dumps(form, ensure_ascii=a)[1:-1] for form in plain for a in (True, False)}
             twice = {json.dumps(form, ensure_ascii=a)[1:-1] for form in once for a in (True, False)}
             yield from plain | once | twice

@@ -67,6 +67,13 @@ def hangs(child_to: str) -> nn.Module:
         signal.pause()
 
 
+def hangs_in(credential: str) -> nn.Module:
+    """Waits forever in code from a place whose name has a secret in it."""
+    waits = compile("import signal\nsignal.pause()", f"https://host/{credential}/model.py", "exec")
+    exec(waits, {})  # noqa: S102 a test's own
+    return Small()
+
+
 def disowns(child_to: str) -> nn.Module:
     """Leaves a process without parent, mark and end, of a session of its own; then hangs."""
     if os.fork() == 0:

@@ -59,8 +59,9 @@ async def collect(folder: Path, pids: Mapping[int, int], mask: Mask) -> dict[int
         if answered and time.monotonic() - quiet_since > _QUIET_S:
             break
     # In a thread: some file systems have who reads a file wait for who changes it, as the rank may for long.
+    # Whatever ends them, too much or that a rank has not written more yet, may be within a secret.
     texts = await asyncio.to_thread(
-        lambda: {rank: _masked(_read(files[rank], sizes[rank]), mask) for rank in sizes}
+        lambda: {rank: mask.cut_text(_read(files[rank], sizes[rank])) for rank in sizes}
     )
     told = {rank: Stacks(text, training_frames(text)) for rank, text in texts.items() if text}
     return told | await _seen({rank: pid for rank, pid in pids.items() if rank not in told}, mask)
@@ -68,7 +69,7 @@ async def collect(folder: Path, pids: Mapping[int, int], mask: Mask) -> dict[int
 
 async def _seen(silent: Mapping[int, int], mask: Mask) -> dict[int, Stacks]:
     said = await asyncio.gather(*map(spy, silent.values()))
-    texts = [None if text is None else _masked(text, mask) for text in said]
+    texts = [None if text is None else mask.cut_text(text) for text in said]
     return {
         rank: Stacks(
             text, tuple(_shown(*frame) for frame in spied_frames(text, pid)[:_FRAMES_KEPT])
@@ -76,12 +77,6 @@ async def _seen(silent: Mapping[int, int], mask: Mask) -> dict[int, Stacks]:
         for (rank, pid), text in zip(silent.items(), texts, strict=True)
         if text is not None
     }
-
-
-def _masked(text: str, mask: Mask) -> str:
-    # At a cut there may be half a secret, which no mask would know.
-    is_cut = len(text.encode(errors="replace")) >= TEXT_KEPT
-    return mask.cut_text(text) if is_cut else mask.text(text)
 
 
 def training_frames(text: str) -> tuple[str, ...]:

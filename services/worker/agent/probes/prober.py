@@ -5,7 +5,6 @@ uploaded has no digest. Whoever asks keeps the answers.
 """
 
 import asyncio
-import re
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -21,6 +20,7 @@ from services.contract.messages.probing import ModelProbed, ProbeFailure, ProbeM
 from services.contract.redis.redis_keys import LONGEST_FACT
 from services.contract.system.long_work import uncollected
 from services.contract.system.mask import Mask
+from services.worker.agent.host.stacks import training_frames
 from services.worker.agent.probes.programs import (
     ProgramCall,
     ProgramEnd,
@@ -35,7 +35,6 @@ NICENESS: Final = 5
 # A profile of as many bytes as are taken has a third of a million.
 _MOST_PARTS: Final = LONGEST_FACT // 16
 _LACKS_MEMORY: Final = ("MemoryError", "bad_alloc", "Cannot allocate memory")
-_STACKS: Final = re.compile(r"(?<!\n)(?=Fatal Python error: |(?:Current thread|Thread) 0x)")
 _log = structlog.get_logger()
 
 
@@ -156,10 +155,12 @@ def _refuse_large(size: int) -> None:
 
 def _failure(ended: ProgramEnd, timeout_s: float, mask: Mask) -> ProbeFailure:
     """Why a process did not answer."""
-    # Code in C writes blocks: where it is ended one may stop within a secret, and stacks are written right behind it.
-    words = "".join(map(mask.cut_text, _STACKS.split(ended.words, maxsplit=1)))
+    # Code in C writes blocks: where it is ended one may stop within a secret.
+    words = mask.cut_text(ended.words)
     traceback = words or None
-    where = f"; it was at {mask.text(ended.frames[0])}" if ended.frames else ""
+    # Masked first: of the path of a frame the end is shown alone.
+    frames = training_frames(mask.cut_text(ended.stacks)) or training_frames(words)
+    where = f"; it was at {frames[0]}" if frames else ""
     if ended.code is None:
         reason = f"no profile within {timeout_s:g} s{where}"
         return ProbeFailure(code="timed_out", reason=reason, traceback=traceback)

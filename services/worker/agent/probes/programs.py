@@ -26,7 +26,6 @@ from services.contract.messages.rank_stacks import STACKS_SIGNAL
 from services.contract.messages.warm_channel import ForkProgram
 from services.worker.agent.host.memory_events import oom_kills
 from services.worker.agent.host.processes import ProcessHandle, kill_group, sweep
-from services.worker.agent.host.stacks import training_frames
 from services.worker.agent.ranks.template_link import WarmGoneError
 
 MOST_ANSWERED: Final = 16 << 20
@@ -54,15 +53,14 @@ class ProgramEnd:
         answer: What it answered; empty where it did not.
         code: Its exit code, or minus the signal that ended it; None: its time was over.
         words: The end of what it wrote.
-        frames: Where its first thread was when its time was over or it crashed, innermost frame
-            first; empty where that is not known.
+        stacks: What it wrote when its time was over and it was asked where it is.
         lacked_memory: Whether the kernel killed for want of memory meanwhile.
     """
 
     answer: bytes
     code: int | None
     words: str
-    frames: tuple[str, ...] = ()
+    stacks: str = ""
     lacked_memory: bool = False
 
     @property
@@ -124,20 +122,19 @@ class ProgramRunner:
         mark = f"{self._mark}/{call.name}"
         async with _file(self._folder) as answer, _file(self._folder) as words:
             kills = oom_kills()
-            code, frames = await self._run(call, mark, answer, words)
+            code, stacks = await self._run(call, mark, answer, words)
             await _sweep(mark)
-            last = await asyncio.to_thread(_end, words)
             return ProgramEnd(
                 answer=await asyncio.to_thread(_beginning, answer),
                 code=code,
-                words=last,
-                frames=frames or training_frames(last),
+                words=await asyncio.to_thread(_end, words),
+                stacks=stacks,
                 lacked_memory=oom_kills() > kills,
             )
 
     async def _run(
         self, call: ProgramCall, mark: str, answer: IO[bytes], words: IO[bytes]
-    ) -> tuple[int | None, tuple[str, ...]]:
+    ) -> tuple[int | None, str]:
         ours, theirs = socket.socketpair()
         reading, lifeline = os.pipe()
         with contextlib.ExitStack() as closing:
@@ -231,14 +228,12 @@ class _Program:
             self._handle.end()
 
 
-async def _ended(
-    process: _Program, timeout_s: float, words: IO[bytes]
-) -> tuple[int | None, tuple[str, ...]]:
+async def _ended(process: _Program, timeout_s: float, words: IO[bytes]) -> tuple[int | None, str]:
     try:
         async with asyncio.timeout(timeout_s):
-            return await process.ended(), ()
+            return await process.ended(), ""
     except TimeoutError:
-        return None, await _frames(process, words)
+        return None, await _stacks(process, words)
 
 
 @contextlib.asynccontextmanager
@@ -314,8 +309,8 @@ async def _sweep(mark: str) -> None:
     _log.warning("left_by_a_program", mark=mark)
 
 
-async def _frames(process: _Program, words: IO[bytes]) -> tuple[str, ...]:
-    """Where the process is: it writes its stacks behind its other words."""
+async def _stacks(process: _Program, words: IO[bytes]) -> str:
+    """Where the process is, which it writes behind its other words."""
     before = os.fstat(words.fileno()).st_size
     with contextlib.suppress(TimeoutError):
         process.send_signal(STACKS_SIGNAL)
@@ -323,7 +318,7 @@ async def _frames(process: _Program, words: IO[bytes]) -> tuple[str, ...]:
             while os.fstat(words.fileno()).st_size == before:  # noqa: ASYNC110 a file tells nobody
                 await asyncio.sleep(_LOOK_EVERY_S)
             await asyncio.sleep(_LOOK_EVERY_S)
-    return training_frames(await asyncio.to_thread(_end, words, after=before))
+    return await asyncio.to_thread(_end, words, after=before)
 
 
 def _beginning(file: IO[bytes]) -> bytes:
