@@ -162,20 +162,26 @@ def _copy_job(source: Path, root: Path, copied: set[str]) -> None:
     """Copy what is new; ``copied`` names the checkpoints whose shards were copied by an earlier try.
 
     Raises:
-        _ChangedError: A checkpoint that the chain's copy commits was retired meanwhile.
+        _ChangedError: A checkpoint that the chain's copy commits was retired meanwhile, or all of the job was deleted.
     """
-    target = root / source.name
     if not (source / "chain").is_dir():
-        shutil.rmtree(target, ignore_errors=True)
+        shutil.rmtree(root / source.name, ignore_errors=True)
         return  # deleted meanwhile
+    try:
+        _copy_new(source, root, copied)
+    except FileNotFoundError:
+        if (source / "chain").is_dir():
+            raise
+        raise _ChangedError from None
+
+
+def _copy_new(source: Path, root: Path, copied: set[str]) -> None:
+    target = root / source.name
     _make_like(source, target)
     # Records are never replaced.
     chain = target / "chain"
     known = [path.name for path in chain.iterdir()] if chain.is_dir() else []
-    try:
-        _copy_tree(source / "chain", chain, without=known)
-    except FileNotFoundError:
-        raise _ChangedError from None
+    _copy_tree(source / "chain", chain, without=known)
     if (source / "shards").is_dir():
         _make_like(source / "shards", target / "shards")
     gone = _copy_committed(root, source.name, copied, partial(_copy_shards, source, target))
@@ -250,7 +256,10 @@ def _copy_job_of(bucket: "Bucket", job: str, root: Path, copied: set[str]) -> No
         shutil.rmtree(target, ignore_errors=True)
     for name in sorted(chain):
         if not (target / "chain" / name).exists():
-            _fetch(bucket, f"{job}/chain/{name}", root)
+            try:
+                _fetch(bucket, f"{job}/chain/{name}", root)
+            except FileNotFoundError:  # records go with all of their job
+                raise _ChangedError from None
     for error in _copy_committed(root, job, copied, partial(_fetch_shards, bucket, root)).values():
         if bucket.names(f"{job}/chain").keys() != chain:
             raise _ChangedError

@@ -36,6 +36,7 @@ from tests.waiting import until
 pytestmark = pytest.mark.system
 
 JOB = new_job_id(1, bytes(10))
+OTHER = new_job_id(2, bytes(10))
 SHARD_BYTES = 400_000
 KEPT = 10
 PACE_S = 0.02
@@ -185,6 +186,27 @@ def test_a_retired_checkpoint_has_no_other_copied_a_second_time(
     assert len(copied) == len(set(copied)) == 6
     folders_of_shards = (backup / "checkpoints" / JOB / "shards").iterdir()
     assert len(list(folders_of_shards)) == 3
+
+
+@pytest.mark.parametrize("name", [JOB, f".purged-{JOB}-0123456789abcdef"])
+def test_a_job_that_is_deleted_while_its_chain_is_copied_keeps_no_backup_from_the_others(
+    folders: tuple[Path, Path, Path], name: str
+) -> None:
+    """Nothing of it was committed yet, or it was being removed already: the end of its folder ended the backup."""
+    redis, storage, backup = folders
+    CommitChain(storage, OTHER).append(AttemptOpened(job_id=OTHER, fence=1))
+    (storage / JOB).rename(storage / name)
+
+    def delete(path: object) -> None:
+        if str(path).startswith(f"{backup}.unfinished/") and f"/{name}/chain/" in str(path):
+            shutil.rmtree(storage / name, ignore_errors=True)
+
+    _opening.append(delete)
+    try:
+        assert save(redis, storage, backup) == 1
+    finally:
+        _opening.remove(delete)
+    assert [path.name for path in (backup / "checkpoints").iterdir()] == [OTHER]
 
 
 def test_a_damaged_shard_is_not_saved_as_if_it_were_whole(
@@ -641,6 +663,27 @@ def test_an_object_that_has_the_name_of_a_folder_keeps_no_backup_from_that(
     assert contents(backup / "checkpoints") == contents(storage)
     (line,) = capsys.readouterr().err.splitlines()
     assert line.endswith(f"{name}' is left out: a folder has its name")
+
+
+@pytest.mark.usefixtures("server")
+def test_a_job_that_is_deleted_from_a_bucket_while_its_chain_is_copied_ends_no_backup(
+    folders: tuple[Path, Path, Path],
+) -> None:
+    redis, storage, backup = folders
+    commit(CommitChain(storage, JOB), 1)
+    CommitChain(storage, OTHER).append(AttemptOpened(job_id=OTHER, fence=1))
+    bucket = uploaded(storage, "deleted-meanwhile")
+
+    def delete(path: object) -> None:
+        if str(path).startswith(f"{backup}.unfinished/") and f"/{JOB}/chain/" in str(path):
+            bucket.remove(JOB)
+
+    _opening.append(delete)
+    try:
+        assert save(redis, bucket.address, backup) == 1
+    finally:
+        _opening.remove(delete)
+    assert [path.name for path in (backup / "checkpoints").iterdir()] == [OTHER]
 
 
 @pytest.mark.usefixtures("server")
