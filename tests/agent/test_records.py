@@ -1,7 +1,9 @@
 """A real agent appends what its gangs tell to storage, closes it, and brings it back."""
 
 import asyncio
+import itertools
 import time
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any, Final
 
@@ -24,7 +26,7 @@ from services.worker.agent.storage.record_files import (
     records_folder,
 )
 from services.worker.agent.storage.records import RecordKeeper
-from services.worker.agent.streams.redis_clients import Connections, writing_client
+from services.worker.agent.streams.redis_clients import Connections, NewestFirst, writing_client
 from tests.agent.conftest import (
     JOB,
     NODE,
@@ -172,7 +174,7 @@ def test_what_was_told_before_a_clock_was_set_back_comes_back(
 
 
 class InTimeUpTo:
-    """A client that gets no answer in time which holds more entries than so many."""
+    """A client that gets no answer in time of a script that is asked for more than so many entries."""
 
     def __init__(self, most: int, client: Redis) -> None:
         self._most = most
@@ -181,10 +183,78 @@ class InTimeUpTo:
     def __getattr__(self, name: str) -> object:
         return getattr(self._client, name)
 
-    async def xrange(self, key: str, start: str, count: int) -> object:
-        if count > self._most:
-            raise RedisTimeoutError
-        return await self._client.xrange(key, start, count=count)
+    def register_script(self, text: str) -> Callable[..., object]:
+        script = self._client.register_script(text)
+
+        async def run(keys: list[str], args: list[str | int]) -> object:
+            if "XREVRANGE" in text and int(args[1]) > self._most:
+                raise RedisTimeoutError
+            return await script(keys=keys, args=args)
+
+        return run
+
+
+def closed_by(redis_url: str, folder: Path, *, in_time_up_to: int = 1_000_000) -> list[int]:
+    """The steps that an agent finds in Redis when it closes the records."""
+
+    async def close() -> None:
+        async with writing_client(redis_url) as client:
+            slow: Any = InTimeUpTo(in_time_up_to, client)
+            connections = Connections(client, client, slow)
+            keeper = RecordKeeper(connections, NODE, folder, Journal(folder, "n-1.other"))
+            async with asyncio.timeout(WITHIN_S):
+                assert await keeper.carry_out(CloseRecords(job_id=JOB, fence=1))
+
+    (folder / JOB).mkdir()
+    asyncio.run(close())
+    bodies = read_entries(folder, JOB, STEPS).values()
+    return [StepRecord.model_validate_json(body).step for body in bodies]
+
+
+def add_steps(controller: Controller, steps: Iterable[int]) -> None:
+    controller.open_job()
+    with controller.client.pipeline(transaction=False) as pipe:
+        for step in steps:
+            record = StepRecord(step=step, fence=1, loss=1.0, tokens_per_s=1.0, step_time_s=0.1)
+            fields: Any = {keys.MESSAGE_FIELD: record.model_dump_json()}
+            pipe.xadd(keys.job_steps(JOB), fields, id=f"{step}-0")
+        pipe.execute()
+
+
+def test_a_stream_that_never_comes_is_not_asked_for_without_end(
+    controller: Controller, redis_url: str, tmp_path: Path
+) -> None:
+    """Redis takes seconds for an entry of hundreds of megabytes, which any agent of the job may add."""
+    add_steps(controller, range(1, 4))
+    assert closed_by(redis_url, tmp_path, in_time_up_to=0) == []
+
+
+def test_an_entry_that_is_longer_than_any_record_is_passed_over_when_records_are_closed(
+    controller: Controller, redis_url: str, tmp_path: Path
+) -> None:
+    add_steps(controller, range(1, 4))
+    record = StepRecord(step=4, fence=1, loss=1.0, tokens_per_s=1.0, step_time_s=0.1)
+    for number in range(40):
+        fields: Any = {keys.MESSAGE_FIELD: " " * (1 << 20) + record.model_dump_json()}
+        controller.client.xadd(keys.job_steps(JOB), fields, id=f"4-{number}")
+    add_steps(controller, [5])
+    assert closed_by(redis_url, tmp_path) == [1, 2, 3, 5]
+
+
+def test_what_is_added_to_a_stream_while_it_is_closed_is_not_waited_for(
+    controller: Controller, redis_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Any agent of the job may add faster than another one reads."""
+    add_steps(controller, range(1, 1001))
+    read, steps = NewestFirst.rows, itertools.count(1001)
+
+    async def read_and_add(self: NewestFirst, *args: Any) -> Any:  # noqa: ANN401 as what it stands for
+        found = await read(self, *args)
+        add_steps(controller, itertools.islice(steps, 1000))
+        return found
+
+    monkeypatch.setattr(NewestFirst, "rows", read_and_add)
+    assert closed_by(redis_url, tmp_path) == list(range(1, 1001))
 
 
 def test_all_that_a_lost_node_had_not_written_yet_is_closed_however_much_it_is(
@@ -194,25 +264,5 @@ def test_all_that_a_lost_node_had_not_written_yet_is_closed_however_much_it_is(
 
     An answer may be so long that it never comes in time: fewer are asked for then.
     """
-    told = [
-        StepRecord(step=n, fence=1, loss=1.0, tokens_per_s=1.0, step_time_s=0.1)
-        for n in range(1, 2501)
-    ]
-    (tmp_path / JOB).mkdir()
-    controller.open_job()
-    with controller.client.pipeline(transaction=False) as pipe:
-        for record in told:
-            fields: Any = {keys.MESSAGE_FIELD: record.model_dump_json()}
-            pipe.xadd(keys.job_steps(JOB), fields, id=f"{record.step}-0")
-        pipe.execute()
-
-    async def close() -> None:
-        async with writing_client(redis_url) as client:
-            slow: Any = InTimeUpTo(300, client)
-            connections = Connections(client, client, slow)
-            keeper = RecordKeeper(connections, NODE, tmp_path, Journal(tmp_path, "n-1.other"))
-            assert await keeper.carry_out(CloseRecords(job_id=JOB, fence=1))
-
-    asyncio.run(close())
-    closed = read_entries(tmp_path, JOB, STEPS).values()
-    assert [StepRecord.model_validate_json(body) for body in closed] == told
+    add_steps(controller, range(1, 2501))
+    assert closed_by(redis_url, tmp_path, in_time_up_to=300) == list(range(1, 2501))

@@ -4,7 +4,7 @@ import asyncio
 import contextlib
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Final, cast
+from typing import Final
 
 import structlog
 from pydantic import ValidationError
@@ -21,6 +21,7 @@ from services.worker.agent.streams.redis_clients import (
     REDIS_AWAY,
     RULES_ARE_OLD,
     Connections,
+    NewestFirst,
     while_away,
 )
 from services.worker.agent.supervisor import Supervisor
@@ -87,7 +88,7 @@ class Session:
         self._lease = lease
         self.loss_suspected = asyncio.Event()
         self._redis = connections.writing
-        self._telemetry = connections.telemetry
+        self._newest = NewestFirst(connections.telemetry)
         self._telemetry_is_apart = connections.telemetry_is_apart
         self._node_id = life.node_id
         self._incarnation = life.incarnation
@@ -229,7 +230,7 @@ class Session:
     async def _unwritten(self, left: Records) -> Records:
         try:
             key = redis_keys.job_steps(self._supervisor.telemetry_names.of(left.job_id))
-            entries = await self._telemetry.xrevrange(key, count=1)
+            rows = await self._newest.rows(key, "+", 1)
         except ResponseError as error:
             if not str(error).startswith("WRONGTYPE"):
                 raise
@@ -237,14 +238,13 @@ class Session:
             _log.error("steps_unreadable", job=left.job_id, why=str(error))
             return left
         except REDIS_AWAY:
-            # The beat that follows sees whether it is. Any agent of the job may have added an entry so long that it
-            # never comes in time; steps that are told twice are shown once.
+            # The beat that follows sees whether it is; steps that are told twice are shown once.
             return left
-        if not entries:
+        if not rows:
             return left
-        entry, fields = cast("tuple[str, dict[str, str]]", entries[0])
+        ((entry, body),) = rows
         try:
-            last = StepRecord.model_validate_json(fields.get(redis_keys.MESSAGE_FIELD, ""))
+            last = StepRecord.model_validate_json(body)
         except ValidationError as error:  # steps that are told twice are shown once
             _log.error("step_unreadable", job=left.job_id, entry=entry, why=str(error))
             return left

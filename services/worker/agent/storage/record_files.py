@@ -254,7 +254,7 @@ def close(
     parts = [p for p in _parts(folder, kind) if before_fence is None or _fence(p) < before_fence]
     if not parts and before_fence is not None:
         return
-    found = newest(_collected((closed, *parts), kind) | more, kind)
+    found = _newest(_collected((closed, *parts), kind) | more, kind)
     if not parts and not found:
         return
     with contextlib.suppress(FileExistsError):
@@ -296,7 +296,7 @@ def _fence(path: Path) -> int:
     return int(path.name.split(".")[1])
 
 
-def newest(entries: Entries, kind: Kind) -> Entries:
+def _newest(entries: Entries, kind: Kind) -> Entries:
     """The newest of them that are kept, in their order."""
     chosen: list[EntryId] = []
     room = CLOSED_BYTES
@@ -321,8 +321,8 @@ def _collected(paths: Iterable[Path], kind: Kind) -> Entries:
             for name, body in _entries(path, kind, allowed):
                 found[name] = body
                 if len(found) > 2 * kind.kept:
-                    found = newest(found, kind)
-        found = newest(found, kind)
+                    found = _newest(found, kind)
+        found = _newest(found, kind)
     return found
 
 

@@ -4,13 +4,13 @@ What is brought back is written beside what Redis has, into streams that the con
 together: an agent may remove nothing of a job in Redis.
 """
 
-import asyncio
 import itertools
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Final
 
 import structlog
+from redis.asyncio import Redis
 from redis.exceptions import NoPermissionError, ResponseError
 
 from services.contract.messages.commands import CloseRecords, RecallRecords
@@ -20,6 +20,7 @@ from services.contract.system.cancellation import end_if_told
 from services.worker.agent.host.reserve import in_storage_thread
 from services.worker.agent.storage.journal import Journal
 from services.worker.agent.storage.record_files import (
+    CLOSED_BYTES,
     EVENTS,
     KINDS,
     Entries,
@@ -27,16 +28,22 @@ from services.worker.agent.storage.record_files import (
     Kind,
     close,
     is_closed,
-    newest,
     publish,
     read_entries,
     records_folder,
 )
 from services.worker.agent.storage.shared_files import SharedFiles, as_shared
-from services.worker.agent.streams.redis_clients import REDIS_AWAY, RULES_ARE_OLD, Connections
+from services.worker.agent.streams.redis_clients import (
+    REDIS_AWAY,
+    RULES_ARE_OLD,
+    Connections,
+    NewestFirst,
+    while_away,
+)
 
 _AT_ONCE: Final = 1_000
-_PAUSE_S: Final = 1.0
+# Where a page did not come in time; what is long would be met again at once if more were asked for later.
+_FEWER: Final = 10
 _DONE: Final = """
 if redis.call('HGET', KEYS[1], 'asked') == ARGV[1] then
   redis.call('HSET', KEYS[1], 'done', ARGV[1])
@@ -64,6 +71,7 @@ class RecordKeeper:
         self._files = as_shared(files)
         self._root = self._files.root
         self._journal = journal
+        self._newest = NewestFirst(connections.telemetry)
         self._done = connections.telemetry.register_script(_DONE)
 
     async def carry_out(self, command: CloseRecords | RecallRecords) -> Sequence[Fact]:
@@ -159,38 +167,60 @@ class RecordKeeper:
 
     async def _in_redis(self, command: CloseRecords, kind: Kind) -> Entries:
         found: Entries = {}
-        start, at_once = "-", _AT_ONCE
-        job_id, name, client = command.job_id, command.telemetry_name, self._telemetry
-        if kind is EVENTS:  # the controller's own
-            name, client = job_id, self._redis
-        while True:
+        # Of the controller's own an agent's user may read these alone, and no agent adds any.
+        is_told = kind is not EVENTS
+        start, at_once, room = "+" if is_told else "-", _AT_ONCE, CLOSED_BYTES
+        key = kind.key(command.telemetry_name if is_told else command.job_id)
+        while (len(found) < kind.kept and room > 0) or not is_told:
             end_if_told()
             try:
-                rows: Any = await client.xrange(kind.key(name), start, count=at_once)
+                if is_told:
+                    rows = await self._newest.rows(key, start, at_once)
+                else:
+                    rows = _bodies(await self._redis.xrange(key, start, count=at_once))
             except NoPermissionError as error:
                 _log.error(
-                    "closing_refused", key=kind.key(job_id), why=str(error), advice=RULES_ARE_OLD
+                    "closing_refused",
+                    key=kind.key(command.job_id),
+                    why=str(error),
+                    advice=RULES_ARE_OLD,
                 )
                 return {}
             except ResponseError as error:  # of another type: what storage has is all there is
-                _log.warning("stream_unreadable", job=job_id, kind=kind.name, why=str(error))
+                _log.warning(
+                    "stream_unreadable", job=command.job_id, kind=kind.name, why=str(error)
+                )
                 return found
-            except REDIS_AWAY:
-                # Any agent of the job may add entries so long that so many never come in time.
-                at_once = max(at_once // 2, 1)
-                await asyncio.sleep(_PAUSE_S)
+            except REDIS_AWAY as error:
+                if at_once == 1:
+                    # Redis takes seconds itself for an entry of hundreds of megabytes, in which nobody gets an answer.
+                    _log.warning(
+                        "stream_unreadable", job=command.job_id, kind=kind.name, why=str(error)
+                    )
+                    break
+                at_once = max(at_once // _FEWER, 1)
+                await self._until_redis_answers(self._telemetry if is_told else self._redis)
                 continue
-            for entry, fields in rows:
-                body = fields.get(redis_keys.MESSAGE_FIELD, "")
+            if not rows:
+                break
+            for entry, body in rows:
                 if kind.is_one(body):
                     found[EntryId.parse(entry)] = body
-            if len(rows) < at_once:
-                return found
-            at_once = min(2 * at_once, _AT_ONCE)
-            # They may add without end, too.
-            if len(found) > 2 * kind.kept:
-                found = await asyncio.to_thread(newest, found, kind)
+                    room -= len(body)
             start = f"({rows[-1][0]}"
+        return found
+
+    async def _until_redis_answers(self, client: Redis) -> None:
+        async for attempt in while_away(
+            lambda why: _log.warning("records_wait_for_redis", why=why)
+        ):
+            with attempt:
+                end_if_told()
+                await client.ping()
+
+
+def _bodies(rows: Any) -> list[tuple[str, str]]:  # noqa: ANN401 an answer of Redis
+    return [(entry, fields.get(redis_keys.MESSAGE_FIELD, "")) for entry, fields in rows]
 
 
 def _names(folder: Path) -> set[str]:

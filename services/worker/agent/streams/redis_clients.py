@@ -5,7 +5,7 @@ What is tried again is tried by who knows what it does: ``while_away``.
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Final
+from typing import Any, Final
 
 from redis.asyncio import Redis
 from redis.asyncio.retry import Retry
@@ -20,6 +20,7 @@ from tenacity import (
     wait_random_exponential,
 )
 
+from services.contract.redis import redis_keys
 from services.contract.redis.tls_files import following_files
 
 BLOCK_MS: Final = 2_000
@@ -31,6 +32,29 @@ ANSWER_WITHIN_S: Final = 1.5
 """A node's lease outlives two beats that get no answer for so long."""
 # Random, so that a thousand agents do not come back at the moment in which Redis does.
 _WAIT: Final = wait_random_exponential(multiplier=0.1, min=0.05, max=1.0)
+
+# No line of a file of records is longer: what is would be passed over there, too.
+_LONGEST_RECORD: Final = 1 << 18
+_BYTES_AT_ONCE: Final = 4 << 20
+# One by one: of a thousand together Redis would make gigabytes.
+_READ_NEWEST: Final = """
+-- KEYS: stream; ARGV: from where, how many, field, the longest entry, about how many bytes are read at once
+local rows, from, left = {}, ARGV[1], tonumber(ARGV[5])
+while #rows < tonumber(ARGV[2]) and left > 0 do
+  local found = redis.pcall('XREVRANGE', KEYS[1], from, '-', 'COUNT', 1)
+  if found.err then return found end
+  local row = found[1]
+  if not row then break end
+  local body, bytes = '', 0
+  for at = 1, #row[2], 2 do
+    bytes = bytes + #row[2][at] + #row[2][at + 1]
+    if row[2][at] == ARGV[3] then body = row[2][at + 1] end
+  end
+  rows[#rows + 1] = {row[1], bytes > tonumber(ARGV[4]) and '' or body}
+  from, left = '(' .. row[1], left - bytes
+end
+return rows
+"""
 
 
 @dataclass(frozen=True)
@@ -48,6 +72,25 @@ class Connections:
     def telemetry_is_apart(self) -> bool:
         """Whether the server with the leases may answer while the one with telemetry does not."""
         return self.telemetry is not self.writing
+
+
+class NewestFirst:
+    """Reads streams to which any agent of a job adds as much as it likes, and entries of hundreds of megabytes.
+
+    Backwards, so that what is added meanwhile is never come to.
+    """
+
+    def __init__(self, client: Redis) -> None:
+        self._read = client.register_script(_READ_NEWEST)
+
+    async def rows(self, key: str, start: str, count: int) -> list[tuple[str, str]]:
+        """Ids and bodies of up to ``count`` entries from ``start`` on; the body is empty of one that is too long.
+
+        Only where the stream ends there is none.
+        """
+        field, most = redis_keys.MESSAGE_FIELD, (_LONGEST_RECORD, _BYTES_AT_ONCE)
+        answer: Any = await self._read(keys=[key], args=[start, count, field, *most])
+        return [(entry, body) for entry, body in answer]
 
 
 def writing_client(url: str) -> Redis:
