@@ -68,6 +68,19 @@ to_inbox(KEYS[1], ARGV[1], ARGV[2])
 """
 )
 
+IS_ANSWERED: Final = """
+-- KEYS: who asked; ARGV: the longest question
+-- One that lives for ever, or is long, is no controller's: any agent may write it. It is kept, and each request that
+-- reads records reads it.
+if redis.call('TTL', KEYS[1]) < 0 then return 0 end
+for _, field in ipairs({'asked', 'done'}) do
+  local length = redis.pcall('HSTRLEN', KEYS[1], field)
+  if type(length) ~= 'number' or length > tonumber(ARGV[1]) then return 0 end
+end
+local said = redis.call('HMGET', KEYS[1], 'asked', 'done')
+return said[1] and said[1] == said[2] and 1 or 0
+"""
+
 PUT_TOGETHER: Final = """
 -- KEYS: who asked, that its records are whole, what was brought back of events, which ended jobs' records are back,
 -- then each stream behind what was brought back of it

@@ -106,6 +106,7 @@ class RedisTelemetry:
         self._streams = RecordStreams(self._told)
         self._ask_back = self._told.script(record_scripts.ASK_BACK)
         self._tell_agent = clients.script(record_scripts.TELL_AGENT)
+        self._is_answered = self._told.script(record_scripts.IS_ANSWERED)
         self._put_together = self._told.script(record_scripts.PUT_TOGETHER)
         self._closed = clients.script(record_scripts.RECORDS_CLOSED)
         self._let_go = self._told.script(record_scripts.LET_GO)
@@ -315,12 +316,7 @@ class RedisTelemetry:
         """See ``Telemetry.put_together``."""
         name = self._names.recalled(job_id)
         with self._telling():
-            commands = ("HMGET", "asked", "done"), ("TTL",)
-            said, left_s = await self._answers(self._told.reads, keys.recalled(name), *commands)
-            asked, done = said or (None, None)
-            # One that lives for ever, or is long, is no controller's: any agent may write it. It is kept, and each
-            # request that reads records reads it.
-            if asked is None or asked != done or left_s < 0 or len(asked) > _LONGEST_QUESTION:
+            if not await self._is_answered(keys=[keys.recalled(name)], args=[_LONGEST_QUESTION]):
                 return False
             size: int | None = await self._told.reads.memory_usage(
                 keys.recalled_events(name), samples=0
