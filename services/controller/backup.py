@@ -18,7 +18,7 @@ import os
 import shutil
 import stat
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, BinaryIO, Final
@@ -180,7 +180,7 @@ def _copy_new(source: Path, root: Path, copied: set[str]) -> None:
     _make_like(source, target)
     # Records are never replaced.
     chain = target / "chain"
-    known = [path.name for path in chain.iterdir()] if chain.is_dir() else []
+    known = {path.name for path in chain.iterdir()} if chain.is_dir() else set()
     _copy_tree(source / "chain", chain, without=known)
     if (source / "shards").is_dir():
         _make_like(source / "shards", target / "shards")
@@ -322,7 +322,7 @@ def _damaged(place: str, found: str, voted: str) -> BackupError:
     )
 
 
-def _copy_tree(source: Path, target: Path, *, without: Sequence[str] = ()) -> None:
+def _copy_tree(source: Path, target: Path, *, without: Collection[str] = ()) -> None:
     """All plain files below ``source``; what vanishes meanwhile is left out.
 
     So is what only a rank's user code leaves there to prevent copies; each is named on stderr. Folders are held
@@ -336,7 +336,7 @@ def _copy_tree(source: Path, target: Path, *, without: Sequence[str] = ()) -> No
 
 
 def _copy_folder(
-    folder: int, source: Path, target: Path, without: Sequence[str], depth: int
+    folder: int, source: Path, target: Path, without: Collection[str], depth: int
 ) -> None:
     target.mkdir(parents=True, exist_ok=True)
     _take_on(target, os.fstat(folder))
