@@ -219,7 +219,8 @@ def test_half_a_secret_at_the_end_of_what_is_read_of_stacks_is_left_out(
 def test_a_secret_in_a_name_that_faulthandler_cuts_or_spells_is_masked(secret: str) -> None:
     place = f"https://host/model.py?token={secret}"
     loaded: dict[str, Any] = {"faulthandler": faulthandler}
-    exec(compile("def show(file):\n faulthandler.dump_traceback(file)", place, "exec"), loaded)  # noqa: S102 a test's own
+    code = "def show(file):\n faulthandler.dump_traceback(file, all_threads=False)"
+    exec(compile(code, place, "exec"), loaded)  # noqa: S102 a test's own
     with tempfile.TemporaryFile() as file:
         loaded["show"](file.fileno())
         file.seek(0)
