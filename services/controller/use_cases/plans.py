@@ -82,7 +82,8 @@ class Drawing:
 
     ``wait_s``: for how long a request waits for a probe. ``probe_timeout_s``: how long a probe may
     take. ``hands``: plans are worked out one at a time, those of one owner after another's, beside the event
-    loop. ``readers``: so is it read for requests what is taken of the nodes. ``left_behind``: what lists have begun and do not wait for any longer.
+    loop. ``readers``: requests read in the same way what jobs have taken of the nodes. ``left_behind``: what lists have
+    begun and do not wait for any longer.
     """
 
     wait_s: float = 5.0
@@ -109,7 +110,7 @@ async def make_plan(
         StateConflictError: No node is there that could profile the model, or the owner's other plans wait for theirs.
     """
     await _refuse_faulty(ports, wanted.spec, allowed)
-    # A request for a plan, which waits for a node, has none of the eight places of its subject; this reads all active jobs.
+    # This reads all active jobs, and no limit of requests at a time holds for plans: they wait for nodes.
     async with drawing.readers.of(actor.name):
         usages = await current_usages(ports)
     plan = await begin_plan(ports, wanted, actor.name, drawing, usages)

@@ -35,6 +35,7 @@ from services.contract.storage.commit_chain import DRAFT_PREFIX
 from services.contract.system.durable import append_plain, open_plain, sync_folder
 from services.contract.system.gzip_text import GzipText
 from services.worker.agent.storage.shared_files import SharedFiles
+from services.worker.agent.streams.redis_clients import LONGEST_RECORD
 
 PART_BYTES: Final = 64 << 20
 """A file that is longer is started over; what it held until then is kept beside it, once."""
@@ -47,7 +48,6 @@ _PART: Final = re.compile(r"(?:steps|metrics|logs)\.([0-9]{4,10})\.[a-z0-9.-]{1,
 # No later than the year 2286: behind the last id of all nothing more can be added. Against no clock, for
 # what was told before one was set back is a record, too.
 _LINE: Final = re.compile(r'\{"id":"([0-9]{1,13})-([0-9]{1,9})",')
-_LONGEST_LINE: Final = 1 << 18
 _MOST_READ: Final = 2 * PART_BYTES
 # Of many parts that are long no more than this is read together, of each the newest: a rank may leave
 # hundreds that are all holes, or links to one.
@@ -365,7 +365,7 @@ def _lines(path: Path, most: int) -> Iterator[str]:
 
 def _of_stream(file: BinaryIO, most: int) -> Iterator[str]:
     left = most
-    while left > 0 and (line := file.readline(_LONGEST_LINE)):
+    while left > 0 and (line := file.readline(LONGEST_RECORD)):
         left -= max(len(line), _SHORTEST_LINE)
         yield line.decode(errors="replace").removesuffix("\n")
 

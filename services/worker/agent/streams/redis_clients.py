@@ -33,8 +33,8 @@ ANSWER_WITHIN_S: Final = 1.5
 # Random, so that a thousand agents do not come back at the moment in which Redis does.
 _WAIT: Final = wait_random_exponential(multiplier=0.1, min=0.05, max=1.0)
 
-# No line of a file of records is longer: what is would be passed over there, too.
-_LONGEST_RECORD: Final = 1 << 18
+LONGEST_RECORD: Final = 1 << 18
+"""Longer entries of a stream, and lines of a file of records, are passed over."""
 _BYTES_AT_ONCE: Final = 4 << 20
 # One by one: of a thousand together Redis would make gigabytes.
 _READ_NEWEST: Final = """
@@ -88,7 +88,7 @@ class NewestFirst:
 
         Only where the stream ends there is none.
         """
-        field, most = redis_keys.MESSAGE_FIELD, (_LONGEST_RECORD, _BYTES_AT_ONCE)
+        field, most = redis_keys.MESSAGE_FIELD, (LONGEST_RECORD, _BYTES_AT_ONCE)
         answer: Any = await self._read(keys=[key], args=[start, count, field, *most])
         return [(entry, body) for entry, body in answer]
 
