@@ -241,6 +241,27 @@ def test_an_entry_that_is_longer_than_any_record_is_passed_over_when_records_are
     assert closed_by(redis_url, tmp_path) == [1, 2, 3, 5]
 
 
+def test_a_page_has_few_entries_of_very_many_empty_fields(
+    controller: Controller, redis_url: str
+) -> None:
+    """Redis takes seconds for some dozens of these, in which nobody gets an answer."""
+    add_steps(controller, [1])
+    client: Any = controller.client
+    for number in range(6):
+        fields = [""] * 200_000
+        client.execute_command("XADD", keys.job_steps(JOB), f"2-{number}", *fields)
+
+    async def pages() -> list[int]:
+        found, start = [], "+"
+        async with writing_client(redis_url) as client:
+            while rows := await NewestFirst(client).rows(keys.job_steps(JOB), start, 1_000):
+                found.append(len(rows))
+                start = f"({rows[-1][0]}"
+        return found
+
+    assert asyncio.run(pages()) == [2, 2, 2, 1]
+
+
 def test_what_is_added_to_a_stream_while_it_is_closed_is_not_waited_for(
     controller: Controller, redis_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
