@@ -44,6 +44,16 @@ def test_all_faults_are_named_at_once(tmp_path: Path) -> None:
     assert places == ["/pools/0/slurm/max_nodes", "/pools/0/slurm/options", "/pools/0/slurm/gpus"]
 
 
+@pytest.mark.parametrize("text", [f"pools: {'[' * 500}", "owner: 2001-13-01", "é"])
+def test_a_text_that_yaml_cannot_be_read_from_is_refused_with_its_path(
+    tmp_path: Path, text: str
+) -> None:
+    file = tmp_path / "pools.yaml"
+    file.write_bytes(text.encode("latin-1"))
+    with pytest.raises(PoolsFileError, match=r"^/.*/pools\.yaml: ."):
+        read_pools_file(file)
+
+
 def test_what_may_stand_there_is_taken(tmp_path: Path) -> None:
     file = tmp_path / "pools.yaml"
     options = ["--partition=gpu", "--exclusive=user", "-pgpu", "-Aml", "--comment=two words\nand"]

@@ -272,7 +272,8 @@ def read_pools_file(path: Path) -> PoolsFile:
         said: object = YAML(typ="safe", pure=True).load(StringIO(path.read_text()))
     except OSError as error:
         raise PoolsFileError(f"{path}: {error.strerror}") from error
-    except (YAMLError, UnicodeDecodeError) as error:
+    # Other than YAML says: no UTF-8, no such day, or nested too deep.
+    except (YAMLError, ValueError, RecursionError) as error:
         raise PoolsFileError(f"{path}: {' '.join(str(error).split())}") from error
     try:
         return PoolsFile.model_validate(said)
