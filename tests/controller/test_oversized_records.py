@@ -1,5 +1,6 @@
 """What an agent wrote too long or too often costs its own job or node: reads are bounded."""
 
+import asyncio
 import json
 from collections import Counter
 from typing import Any, cast
@@ -181,6 +182,34 @@ async def test_an_entry_of_very_many_empty_fields_is_removed_when_it_is_met(redi
             await ports.telemetry.last_metrics([job_id], 10)
             await ports.telemetry.read(job_id, Log.OUTPUT, None, 10)
         assert [redis.xlen(stream) for stream in streams] == [0, 0, 0]
+
+
+@pytest.mark.redis
+@pytest.mark.anyio
+@pytest.mark.parametrize("kind", ["output", "facts"])
+async def test_who_waits_reads_nothing_of_what_comes(redis_url: str, kind: str) -> None:
+    """An agent may add hundreds of megabytes; of output each follower would have the controller hold as much."""
+    job_id, long = new_job_id(1, bytes(10)), "x" * (8 << 20)
+    with Redis.from_url(redis_url) as redis:
+
+        def told(section: str, name: str) -> int:
+            return int(cast("dict[str, Any]", redis.info(section))[name])
+
+        async with redis_ports(redis_url) as ports, asyncio.timeout(20):
+            await ports.facts.prepare()
+            before = told("stats", "total_net_output_bytes")
+            waiting: asyncio.Future[Any] = asyncio.ensure_future(
+                ports.telemetry.wait(job_id, Log.OUTPUT, None, 15)
+                if kind == "output"
+                else ports.facts.next(8, 15)
+            )
+            await asyncio.to_thread(until, lambda: told("clients", "blocked_clients"))
+            if kind == "output":
+                redis.xadd(keys.job_logs(job_id), {keys.MESSAGE_FIELD: long})
+            else:
+                redis.rpush(keys.FACT_SENDERS, long)
+            assert not await waiting
+            assert told("stats", "total_net_output_bytes") - before < 1 << 20
 
 
 @pytest.mark.redis

@@ -288,6 +288,29 @@ async def connected(
             await one.aclose()
 
 
+async def answer_behind(client: Redis, blocking: Sequence[Any], behind: Sequence[Any]) -> Any:  # noqa: ANN401 as redis-py
+    """What the command ``behind`` a blocking one answers, which comes once that one has ended.
+
+    Nothing is read of what the blocking one answers, were it an error: agents make some entries as long as they like,
+    and whoever waits would have the controller hold all of it.
+
+    Raises:
+        RedisError: Redis does not answer, or refuses ``behind``.
+    """
+    pool: Any = client.connection_pool
+    connection = await pool.get_connection()
+    try:
+        commands = [("CLIENT", "REPLY", "SKIP"), blocking, behind]
+        await connection.send_packed_command(connection.pack_commands(commands))
+        return await connection.read_response()
+    except ResponseError:
+        # Whichever of them was refused: nobody else is to get the other answers.
+        await connection.disconnect()
+        raise
+    finally:
+        await pool.release(connection)
+
+
 @contextlib.contextmanager
 def answering() -> Iterator[None]:
     """Redis's absence, its refusal of all work of a kind, and a key of another type, in words of the ports.

@@ -15,6 +15,7 @@ from services.controller.adapters.redis import machine_scripts
 from services.controller.adapters.redis.connection import (
     MAX_BLOCK_S,
     RedisClients,
+    answer_behind,
     answering,
 )
 from services.controller.domain.errors import (
@@ -35,6 +36,7 @@ _STEPS_A_READ: Final = 2_000
 _ABSENT: Final = -2
 _MISTYPED: Final = -3
 # So often facts of agents of the last release are looked for, while some come.
+_SOON_S: Final = 0.001
 _OLD_AGENTS_EVERY_S: Final = 0.25
 _OLD_AGENTS_FOR_S: Final = 120.0
 # While no more wait, facts are taken in the order in which they came. That is a second's work.
@@ -245,12 +247,14 @@ class RedisFacts:
         with self._clients.answering(keys.FACT_SENDERS, keys.TAKEN_FACT_SENDERS):
             # The one that is waited for goes into a list of its own, so that a controller which
             # ends here loses none, and what arrives behind it stays behind it.
-            came = await self._clients.facts.blmove(
-                keys.FACT_SENDERS,
-                keys.TAKEN_FACT_SENDERS,
-                wait_s,  # type: ignore[arg-type] # Redis takes parts of a second
-            )
-        return await self._taken(limit) if came is not None else []
+            # An agent may name a sender of hundreds of megabytes: it is not read.
+            names = (keys.FACT_SENDERS, keys.TAKEN_FACT_SENDERS)
+            wait = ("BLMOVE", *names, "LEFT", "RIGHT", wait_s)
+            has_come = await answer_behind(self._clients.facts, wait, ("LLEN", names[1])) > 0
+            if not has_come:  # the time is over, or it was refused, which is told now
+                came = await self._clients.facts.blmove(*names, _SOON_S)  # type: ignore[arg-type] # Redis takes parts of a second
+                has_come = came is not None
+        return await self._taken(limit) if has_come else []
 
     async def _taken(self, limit: int) -> list[FactEntry]:
         with self._clients.answering(keys.FACTS, *_FACT_LISTS):

@@ -27,6 +27,7 @@ from services.controller.adapters.redis import record_scripts
 from services.controller.adapters.redis.connection import (
     MAX_BLOCK_S,
     RedisClients,
+    answer_behind,
     answering,
     is_mistyped,
     raise_refusal,
@@ -454,9 +455,10 @@ class RedisTelemetry:
         is_output = log is Log.OUTPUT
         with self._telling() if is_output else answering():
             try:
-                await (self._told if is_output else self._clients).streams.xread(
-                    {self._log_key(job_id, log): after or _BEGINNING}, count=1, block=block_ms
-                )
+                streams = (self._told if is_output else self._clients).streams
+                key = self._log_key(job_id, log)
+                wait = ("XREAD", "COUNT", 1, "BLOCK", block_ms, "STREAMS", key, after or _BEGINNING)
+                await answer_behind(streams, wait, ("XLEN", key))
             except ResponseError as error:
                 if not is_mistyped(error):
                     raise
