@@ -35,8 +35,9 @@ _STEPS_A_READ: Final = 2_000
 # As PTTL says it, and the script of leases.
 _ABSENT: Final = -2
 _MISTYPED: Final = -3
-# So often facts of agents of the last release are looked for, while some come.
+# A wait that only asks whether Redis refuses to be asked.
 _SOON_S: Final = 0.001
+# So often facts of agents of the last release are looked for, while some come.
 _OLD_AGENTS_EVERY_S: Final = 0.25
 _OLD_AGENTS_FOR_S: Final = 120.0
 # While no more wait, facts are taken in the order in which they came. That is a second's work.
