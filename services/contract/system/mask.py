@@ -21,6 +21,8 @@ _MOST_ONE_BY_ONE: Final = 256
 _SHORTEST_BEGINNING: Final = 4  # of a secret; shorter ones say little, and occur by chance
 # faulthandler writes behind whatever stands there, and of names the first 500 letters.
 _BEHIND_CUTS: Final = ("Fatal Python error: ", "Current thread 0x", "Thread 0x", '...", line ')
+# More than stacks have. Each takes a microsecond, and a rank may write a line of a megabyte that has cuts throughout.
+_MOST_LOOKED_AT: Final = 1 << 15
 # Half of a surrogate pair, which neither JSON nor a secret has.
 _BETWEEN: Final = "\ud800"
 _Found = tuple[int, int, str]
@@ -62,14 +64,15 @@ class Mask:
     def _torn(self, text: str) -> Iterator[_Found]:
         """What stands within a text where another one goes on in the middle of it."""
         for behind in _BEHIND_CUTS if self._forms else ():
-            start, at = 0, text.find(behind)
-            while at >= 0:
+            start, at, left = 0, text.find(behind), _MOST_LOOKED_AT
+            while at >= 0 and left > 0:
                 yield from self._begun(text, start, at)
+                left -= min(at - start, self._longest)
                 start = at + len(behind)
                 at = text.find(behind, start)
 
     def _begun(self, text: str, start: int, end: int) -> Iterator[_Found]:
-        """What stands before ``end`` in a text of forms that may go on behind it.
+        """What stands before ``end`` in a text of a form that may go on behind it: the first, which holds all others.
 
         The last letter may be cut, too: then a replacement stands there.
         """
@@ -80,6 +83,7 @@ class Mask:
                 place = bisect_right(self._sorted, begun)  # behind the one that is not cut
                 if any(form.startswith(begun) for form in self._sorted[place : place + 1]):
                     yield at, end, self._sorted[place]
+                    return
 
     def _found(self, text: str) -> Iterator[_Found]:
         """Where forms stand in a text, and which."""
