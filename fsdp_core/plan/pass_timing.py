@@ -79,6 +79,10 @@ def timing_passes(
     child, answers = _in_child(partial(_time_all, study, effort, memory, param_dtype))
 
     def found() -> PassTimes | None:
+        # Not for the end of the pipe: what the model has started there may hold it open for ever.
+        with suppress(ChildProcessError):
+            os.waitid(os.P_PID, child, os.WEXITED | os.WNOWAIT)
+        os.set_blocking(answers.fileno(), False)
         answer = answers.read()
         if not answer:
             return None

@@ -193,6 +193,24 @@ def test_a_model_that_fails_or_dies_when_it_really_runs_is_not_timed() -> None:
         assert timed(replace(mlp_study(), loss=loss), 1 << 30) is None
 
 
+@pytest.mark.timeout(60)
+def test_a_process_that_a_model_leaves_behind_does_not_hold_it_up() -> None:
+    waiting, over = os.pipe()
+
+    def leaves(model: nn.Module, size: int) -> torch.Tensor:
+        if os.fork() == 0:
+            os.close(over)
+            os.read(waiting, 1)
+            os._exit(0)
+        return vector_loss(model, size)
+
+    try:
+        assert timed(replace(mlp_study(), loss=leaves), 1 << 30) is not None
+    finally:
+        os.close(over)
+        os.close(waiting)
+
+
 def test_ties_stay_tied_and_frozen_parameters_frozen() -> None:
     def make() -> nn.Module:
         model = Encoder(layers=1, tied=True)
