@@ -36,6 +36,15 @@ class PipelineStage(TorchPipelineStage):
     documented at `torch.distributed.pipelining.PipelineStage`.
     """
 
+    def clear_runtime_states(self) -> None:
+        """Begins a step; of one that raised before its reduction no gradients are left."""
+        super().clear_runtime_states()
+        if isinstance(self.submod, FSDPModule):
+            state = self.submod._get_fsdp_state()  # noqa: SLF001 - the name by which others find it
+            if not state.options.is_last_backward:
+                state.context.recover()
+                _set_last(self.submod, is_last=True)
+
     def backward_maybe_with_nosync(
         self,
         backward_type: object,

@@ -127,6 +127,71 @@ def grads_of_last_step(ctx: RankContext, *, fails: bool) -> list[torch.Tensor]:
     return [local(param.grad).clone() for param in params if param.grad is not None]
 
 
+@pytest.mark.parametrize("place", ["loss", "reduction"])
+def test_a_step_that_raised_before_a_stage_reduced_leaves_nothing_to_the_next(
+    gangs: Gangs, place: Literal["loss", "reduction"]
+) -> None:
+    gangs(2).run(check_step_without_reduction, place)
+
+
+def check_step_without_reduction(ctx: RankContext, place: Literal["loss", "reduction"]) -> None:
+    expected, found = (grads_of_two_stages(ctx, place=each) for each in (None, place))
+    assert len(expected) == len(found) > 0
+    assert all(torch.equal(a, b) for a, b in zip(expected, found, strict=True))
+
+
+def grads_of_two_stages(
+    ctx: RankContext, *, place: Literal["loss", "reduction"] | None
+) -> list[torch.Tensor]:
+    """Of a rank's two stages in a step, after one that raised in the third loss or in a reduction, if any."""
+    from torch.distributed.pipelining import ScheduleInterleaved1F1B  # noqa: PLC0415 - it loads the oracle
+
+    from fsdp_core.interop.pipelining import PipelineStage  # noqa: PLC0415 - it loads the oracle
+
+    mesh = init_device_mesh(ctx.device.type, (1, ctx.world), mesh_dim_names=("pp", "dp_shard"))
+    parts = []
+    for seed in range(2):
+        torch.manual_seed(seed)
+        part = Part().to(ctx.device)
+        for layer in part.layers:
+            fully_shard(layer, mesh=mesh["dp_shard"])
+        fully_shard(part, mesh=mesh["dp_shard"])
+        parts.append(part)
+
+    def go(step: int, loss: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]) -> None:
+        # PyTorch's schedule keeps losses of a step that raised: each step has a new one.
+        group = mesh["pp"].get_group()
+        stages: list[Any] = [
+            PipelineStage(part, index, 2, ctx.device, group=group)
+            for index, part in enumerate(parts)
+        ]
+        x = ctx.batch(step, 2 * MICROBATCHES, WIDTH)
+        ScheduleInterleaved1F1B(stages, MICROBATCHES, loss_fn=loss).step(x, target=x.flip(-1))
+
+    def third_raises(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        calls.append(1)
+        if len(calls) == 3:
+            raise ZeroDivisionError
+        return mean_square(output, target)
+
+    def once(_: torch.Tensor) -> None:
+        hook.remove()
+        raise ZeroDivisionError
+
+    calls: list[int] = []
+    params = [param for part in parts for param in part.parameters()]
+    if place is not None:
+        if place == "reduction":
+            # Of the stage that reduces first.
+            hook = params[-1].register_post_accumulate_grad_hook(once)  # type: ignore[no-untyped-call]  # PyTorch's
+        with pytest.raises(ZeroDivisionError):
+            go(0, third_raises if place == "loss" else mean_square)
+        for param in params:
+            param.grad = None
+    go(1, mean_square)
+    return [local(param.grad).clone() for param in params if param.grad is not None]
+
+
 def compare(ctx: RankContext, schedule: Schedule, *, reshard: bool) -> list[float]:
     from torch.distributed.fsdp import fully_shard as theirs  # noqa: PLC0415 - only the oracle may load it
     from torch.distributed.pipelining import PipelineStage as TheirStage  # noqa: PLC0415 - it loads the oracle
