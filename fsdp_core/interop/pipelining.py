@@ -54,6 +54,11 @@ class PipelineStage(TorchPipelineStage):
         """Runs one microbatch's backward; gradients stay on this rank."""
         if isinstance(self.submod, FSDPModule):
             _set_last(self.submod, is_last=False)
+        if backward_type != "full":
+            # Asked for its parameters, the stage must name those that forward computed with: gradients
+            # of others are lost without an error.
+            for module in _sharded_modules(self.submod):
+                module.unshard()
         return super().backward_maybe_with_nosync(backward_type, bwd_kwargs, last_backward)
 
     def perform_reduce_grad(self, grad_scale_factor: int) -> None:

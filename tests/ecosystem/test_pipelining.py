@@ -79,6 +79,30 @@ def test_split_backwards_equal_the_reference(gangs: Gangs) -> None:
     gangs(2).run(compare, "InterleavedZeroBubble", reshard=False)
 
 
+@pytest.mark.parametrize("bridged", [False, True])
+def test_split_backwards_of_stages_that_reshard_lose_no_gradient(
+    gangs: Gangs, *, bridged: bool
+) -> None:
+    gangs(4).run(check_split_backwards, bridged=bridged)
+
+
+def check_split_backwards(ctx: RankContext, *, bridged: bool) -> None:
+    """In the reference the last stage has none, so that of stages that do not reshard is compared."""
+    from torch.distributed.fsdp import fully_shard as theirs  # noqa: PLC0415 - only the oracle may load it
+    from torch.distributed.pipelining import PipelineStage as TheirStage  # noqa: PLC0415 - it loads the oracle
+
+    from fsdp_core.interop.pipelining import PipelineStage, bridge_schedule  # noqa: PLC0415 - it loads the oracle
+
+    mesh = init_device_mesh(ctx.device.type, (2, ctx.world // 2), mesh_dim_names=("pp", "dp_shard"))
+    ours = Engine(fully_shard, PipelineStage, bridge_schedule if bridged else lambda _: None)
+    oracle = Engine(theirs, TheirStage, lambda _: None)
+    mine = train(ctx, mesh, "InterleavedZeroBubble", ours, reshard=True)
+    reference = train(ctx, mesh, "InterleavedZeroBubble", oracle, reshard=False)
+    assert mine.losses == reference.losses
+    assert len(mine.grads) == len(reference.grads) > 0
+    assert all(torch.equal(a, b) for a, b in zip(mine.grads, reference.grads, strict=True))
+
+
 def test_a_bridged_schedule_gathers_when_it_planned_to(gangs: Gangs) -> None:
     gangs(2).run(watch_the_plan)
 
