@@ -21,6 +21,7 @@ from torch.distributed.pipelining.schedules import (
     _PipelineScheduleRuntime,
 )
 
+from fsdp_core.errors import UnsupportedError
 from fsdp_core.runtime import FSDPModule
 
 if TYPE_CHECKING:
@@ -51,13 +52,22 @@ class PipelineStage(TorchPipelineStage):
         bwd_kwargs: dict[str, object],
         last_backward: bool = False,  # noqa: FBT001, FBT002 - PyTorch's signature
     ) -> tuple[tuple[torch.Tensor | None, ...], list[dict[str, object]] | None]:
-        """Runs one microbatch's backward; gradients stay on this rank."""
+        """Runs one microbatch's backward; gradients stay on this rank.
+
+        Raises:
+            UnsupportedError: The backward is split, and parts of the stage's module are sharded, but not it.
+        """
         if isinstance(self.submod, FSDPModule):
             _set_last(self.submod, is_last=False)
         if backward_type != "full":
             # Asked for its parameters, the stage must name those that forward computed with: gradients
             # of others are lost without an error.
             for module in _sharded_modules(self.submod):
+                if not isinstance(self.submod, FSDPModule):
+                    raise UnsupportedError(
+                        "A schedule that splits backwards needs stages whose module is sharded itself: parts of "
+                        "it would reduce before they have all gradients. Call fully_shard on the module, too."
+                    )
                 module.unshard()
         return super().backward_maybe_with_nosync(backward_type, bwd_kwargs, last_backward)
 

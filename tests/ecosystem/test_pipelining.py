@@ -13,6 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 
 from fsdp_core import FSDPModule, fully_shard
+from fsdp_core.errors import UnsupportedError
 from tests.engine.gang import Gangs, RankContext
 from tests.engine.sharded import local
 
@@ -101,6 +102,25 @@ def check_split_backwards(ctx: RankContext, *, bridged: bool) -> None:
     assert mine.losses == reference.losses
     assert len(mine.grads) == len(reference.grads) > 0
     assert all(torch.equal(a, b) for a, b in zip(mine.grads, reference.grads, strict=True))
+
+
+def test_split_backwards_of_a_stage_of_which_parts_alone_are_sharded_are_refused(
+    gangs: Gangs,
+) -> None:
+    gangs(2).run(check_parts_alone)
+
+
+def check_parts_alone(ctx: RankContext) -> None:
+    from fsdp_core.interop.pipelining import PipelineStage  # noqa: PLC0415 - it loads the oracle
+
+    part = Part().to(ctx.device)
+    for layer in part.layers:
+        fully_shard(layer, mesh=ctx.mesh)
+    mesh = init_device_mesh(ctx.device.type, (1, ctx.world), mesh_dim_names=("pp", "dp_shard"))
+    stage = PipelineStage(part, 0, 1, ctx.device, group=mesh["pp"].get_group())
+    for kind in ("input", "weight"):
+        with pytest.raises(UnsupportedError, match="Call fully_shard on the module"):
+            stage.backward_maybe_with_nosync(kind, {})
 
 
 def test_a_bridged_schedule_gathers_when_it_planned_to(gangs: Gangs) -> None:
