@@ -19,6 +19,7 @@ from services.controller.adapters.memory.server import MemoryServer
 from services.controller.adapters.redis.job_rows import KnownRows, Row, read_row
 from services.controller.api import monitoring
 from services.controller.api.concurrency import ParsingRounds, Shares
+from services.controller.api.guard import AccessPolicy, Guard
 from services.controller.api.middleware import BodyLimit
 from services.controller.api.monitoring import Monitor
 from services.controller.api.sse import StreamSlots
@@ -140,6 +141,30 @@ async def test_a_subject_has_no_more_than_its_share_of_the_connections(
     assert answers.count(("max", 429)) == 500 - 128
     assert answers.count(("max", 200)) == 128
     assert ("mia", 200) in answers
+
+
+@pytest.mark.parametrize("path", ["/healthz", "/v1/jobs"])
+async def test_few_requests_of_strangers_are_worked_on_in_one_round_of_the_loop(path: str) -> None:
+    begun = 0
+
+    async def begins(_scope: Scope, _receive: Receive, _send: Send) -> None:
+        nonlocal begun
+        begun += 1
+
+    async def answers(message: Message) -> None:
+        nonlocal begun
+        begun += message["type"] == "http.response.start"
+
+    guard = Guard(begins, AccessPolicy(token="x" * 32), memory_ports(MemoryServer(lambda: NOW)))
+    scope = {"type": "http", "method": "GET", "path": path, "headers": [(b"host", b"a")]}
+    requests = [asyncio.create_task(guard(dict(scope), _nothing, answers)) for _ in range(100)]
+    a_round = []
+    while not all(each.done() for each in requests):
+        before = begun
+        await asyncio.sleep(0)
+        a_round.append(begun - before)
+    assert begun == 100
+    assert max(a_round) <= 16, "hundreds of connections make a round take a second"
 
 
 def _sends(body: bytes) -> Receive:
