@@ -13,8 +13,9 @@ from services.contract.messages.telemetry import RankSample
 from services.contract.redis import redis_keys as keys
 from services.contract.words.bounds import MOST_RANKS
 from services.contract.words.ids import new_job_id
-from services.controller.adapters.redis import redis_ports
+from services.controller.adapters.redis import connection, redis_ports
 from services.controller.api.guard import AccessPolicy
+from services.controller.domain.errors import StoreUnavailableError
 from services.controller.ports.machines import Log
 from tests.controller.agent_double import AgentDouble, append_fact
 from tests.controller.conftest import ControlPlane, open_plane
@@ -210,6 +211,37 @@ async def test_who_waits_reads_nothing_of_what_comes(redis_url: str, kind: str) 
                 redis.rpush(keys.FACT_SENDERS, long)
             assert not await waiting
             assert told("stats", "total_net_output_bytes") - before < 1 << 20
+
+
+@pytest.mark.redis
+@pytest.mark.anyio
+@pytest.mark.parametrize("kind", ["output", "facts"])
+async def test_who_waits_is_told_soon_that_redis_became_a_replica(
+    redis_url: str, kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It answers whoever waits with an error, which is not read, and then nothing on that connection."""
+    monkeypatch.setattr(connection, "_ANSWER_S", 0.5)
+    job_id = new_job_id(1, bytes(10))
+    with Redis.from_url(redis_url) as redis:
+
+        def waits() -> int:
+            return int(cast("dict[str, Any]", redis.info("clients"))["blocked_clients"])
+
+        async with redis_ports(redis_url) as ports, asyncio.timeout(10):
+            await ports.facts.prepare()
+            waiting: asyncio.Future[Any] = asyncio.ensure_future(
+                ports.telemetry.wait(job_id, Log.OUTPUT, None, 1)
+                if kind == "output"
+                else ports.facts.next(8, 1)
+            )
+            await asyncio.to_thread(until, waits)
+            redis.replicaof("127.0.0.1", "1")
+            try:
+                with pytest.raises(StoreUnavailableError):
+                    await waiting
+            finally:
+                redis.replicaof("NO", "ONE")
+            assert await ports.facts.next(8, 0.01) == []
 
 
 @pytest.mark.redis

@@ -288,11 +288,19 @@ async def connected(
             await one.aclose()
 
 
-async def answer_behind(client: Redis, blocking: Sequence[Any], behind: Sequence[Any]) -> Any:  # noqa: ANN401 as redis-py
+async def answer_behind(
+    client: Redis, blocking: Sequence[Any], wait_s: float, behind: Sequence[Any]
+) -> Any:  # noqa: ANN401 as redis-py
     """What the command ``behind`` a blocking one answers, which comes once that one has ended.
 
     Nothing is read of what the blocking one answers, were it an error: agents make some entries as long as they like,
     and whoever waits would have the controller hold all of it.
+
+    Args:
+        client: Of the server.
+        blocking: It ends after ``wait_s`` at the latest.
+        wait_s: See ``blocking``.
+        behind: Asked for a number.
 
     Raises:
         RedisError: Redis does not answer, or refuses ``behind``.
@@ -302,13 +310,19 @@ async def answer_behind(client: Redis, blocking: Sequence[Any], behind: Sequence
     try:
         commands = [("CLIENT", "REPLY", "SKIP"), blocking, behind]
         await connection.send_packed_command(connection.pack_commands(commands))
-        return await connection.read_response()
+        # A server that becomes a replica means to close the connection of whoever waits behind an answer, and never does.
+        answer = await connection.read_response(timeout=wait_s + _ANSWER_S)
+        if answer is None:
+            await connection.disconnect()
     except ResponseError:
         # Whichever of them was refused: nobody else is to get the other answers.
         await connection.disconnect()
         raise
     finally:
         await pool.release(connection)
+    if answer is None:
+        raise RedisTimeoutError(f"no answer within {_ANSWER_S:g} s of the end of a wait")
+    return answer
 
 
 @contextlib.contextmanager

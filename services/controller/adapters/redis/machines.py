@@ -251,7 +251,8 @@ class RedisFacts:
             # An agent may name a sender of hundreds of megabytes: it is not read.
             names = (keys.FACT_SENDERS, keys.TAKEN_FACT_SENDERS)
             wait = ("BLMOVE", *names, "LEFT", "RIGHT", wait_s)
-            has_come = await answer_behind(self._clients.facts, wait, ("LLEN", names[1])) > 0
+            behind = ("LLEN", names[1])
+            has_come = await answer_behind(self._clients.facts, wait, wait_s, behind) > 0
             if not has_come:  # the time is over, or it was refused, which is told now
                 came = await self._clients.facts.blmove(*names, _SOON_S)  # type: ignore[arg-type] # Redis takes parts of a second
                 has_come = came is not None

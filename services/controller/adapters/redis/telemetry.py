@@ -458,7 +458,7 @@ class RedisTelemetry:
                 streams = (self._told if is_output else self._clients).streams
                 key = self._log_key(job_id, log)
                 wait = ("XREAD", "COUNT", 1, "BLOCK", block_ms, "STREAMS", key, after or _BEGINNING)
-                await answer_behind(streams, wait, ("XLEN", key))
+                await answer_behind(streams, wait, block_ms / 1000, ("XLEN", key))
             except ResponseError as error:
                 if not is_mistyped(error):
                     raise
