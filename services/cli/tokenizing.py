@@ -276,7 +276,10 @@ def _written(file: BinaryIO, content: bytes) -> str:
 
 def _rows_of_parquet(file: Path, field: str) -> Iterator[Piece]:
     parquet = _library("pyarrow.parquet")
-    table = parquet.ParquetFile(file)
+    try:
+        table = parquet.ParquetFile(file)
+    except ValueError as error:
+        raise CliError(f"{file} is no Parquet file: {error}") from error
     if field not in table.schema_arrow.names:
         raise CliError(
             f"{file} has no column {field!r}, but {', '.join(table.schema_arrow.names)}; say --field"
@@ -290,12 +293,17 @@ def _rows_of_parquet(file: Path, field: str) -> Iterator[Piece]:
 def _field(line: str, field: str, where: str) -> str:
     try:
         row = json.loads(line)
-    except json.JSONDecodeError as error:
+    # Other than JSON says: nested too deep, or a number of too many digits.
+    except (ValueError, RecursionError) as error:
         raise CliError(f"{where}: no JSON object on one line: {error}") from error
     if not isinstance(row, dict) or not isinstance(row.get(field), str):
         has = ", ".join(row) if isinstance(row, dict) else type(row).__name__
         raise CliError(f"{where}: no text {field!r}, but {has}; say --field")
     text: str = row[field]
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise CliError(f"{where}: {field!r} is no text: {error}") from error
     return text
 
 

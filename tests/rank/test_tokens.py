@@ -94,6 +94,9 @@ def test_rows_of_parquet_are_documents(tmp_path: Path) -> None:
     arrow = pytest.importorskip("pyarrow")
     parquet = pytest.importorskip("pyarrow.parquet")
     parquet.write_table(arrow.table({"body": ["ab", "c"]}), tmp_path / "rows.parquet")
+    (tmp_path / "other.parquet").write_bytes(b"PAR1 other PAR1")
+    with pytest.raises(CliError, match=r"other\.parquet is no Parquet file"):
+        tokenize(tmp_path / "other.parquet", "--out", tmp_path / "out")
     with pytest.raises(CliError, match=r"no column 'text', but body; say --field"):
         tokenize(tmp_path / "rows.parquet", "--out", tmp_path / "out")
     tokenize(tmp_path / "rows.parquet", "--out", tmp_path / "out", "--field", "body")
@@ -105,6 +108,9 @@ def test_what_is_wrong_with_the_text_is_said(tmp_path: Path) -> None:
     cases = {
         "rows.jsonl": (b'{"text": 1}', r"rows\.jsonl:1: no text 'text', but text"),
         "a.txt": (b"\xff", "not UTF-8"),
+        "deep.jsonl": (b'{"text": ' + b"[" * 100_000, r"deep\.jsonl:1: no JSON object"),
+        "long.jsonl": (b'{"text": ' + b"1" * 10_000 + b"}", r"long\.jsonl:1: no JSON object"),
+        "half.jsonl": (b'{"text": "\\ud800"}', r"half\.jsonl:1: 'text' is no text"),
     }
     for name, (content, said) in cases.items():
         (tmp_path / name).write_bytes(content)
