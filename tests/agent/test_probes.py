@@ -334,6 +334,7 @@ def test_of_an_answer_that_is_too_large_nothing_is_made(
 ) -> None:
     """It would take the loop longer than the node's lease: no other thread runs meanwhile."""
     monkeypatch.setattr(ModelProbed, "model_validate_json", pytest.fail)
+    monkeypatch.setattr(Mask, "message", pytest.fail)
     with pytest.raises(UnfitProfileError, match="that are taken"):
         _read(answer, Mask({}))
 

@@ -15,13 +15,16 @@ from typing import Final
 
 from pydantic_core import from_json, to_json
 
+from services.contract.system.long_work import uncollected
+
 # Shorter ones occur by chance, and could not be masked without masking half of the output.
 MIN_SECRET_CHARACTERS: Final = 8
 _MOST_ONE_BY_ONE: Final = 256
 _SHORTEST_BEGINNING: Final = 4  # of a secret; shorter ones say little, and occur by chance
 # faulthandler writes behind whatever stands there, and of names the first 500 letters.
 _BEHIND_CUTS: Final = ("Fatal Python error: ", "Current thread 0x", "Thread 0x", '...", line ')
-# More than stacks have. Each takes a microsecond, and a rank may write a line of a megabyte that has cuts throughout.
+# Places of one text at which a secret seems to begin, more than stacks have. Each takes a microsecond, and a rank may
+# write a line of a megabyte that has them throughout.
 _MOST_LOOKED_AT: Final = 1 << 15
 # Half of a surrogate pair, which neither JSON nor a secret has.
 _BETWEEN: Final = "\ud800"
@@ -51,7 +54,7 @@ class Mask:
 
     def cut_text(self, text: str) -> str:
         """The same of a text whose end is missing: what may be the beginning of a secret there is masked, too."""
-        begun = self._begun(text, 0, len(text))
+        begun = self._begun(text, 0, len(text), iter(range(_MOST_LOOKED_AT)))
         return self._masked(text, itertools.chain(self._found(text), self._torn(text), begun))
 
     def _masked(self, text: str, found: Iterable[_Found]) -> str:
@@ -64,21 +67,23 @@ class Mask:
     def _torn(self, text: str) -> Iterator[_Found]:
         """What stands within a text where another one goes on in the middle of it."""
         for behind in _BEHIND_CUTS if self._forms else ():
-            start, at, left = 0, text.find(behind), _MOST_LOOKED_AT
-            while at >= 0 and left > 0:
-                yield from self._begun(text, start, at)
-                left -= min(at - start, self._longest)
+            start, at, looks = 0, text.find(behind), iter(range(_MOST_LOOKED_AT))
+            while at >= 0:
+                yield from self._begun(text, start, at, looks)
                 start = at + len(behind)
                 at = text.find(behind, start)
 
-    def _begun(self, text: str, start: int, end: int) -> Iterator[_Found]:
+    def _begun(self, text: str, start: int, end: int, looks: Iterator[int]) -> Iterator[_Found]:
         """What stands before ``end`` in a text of a form that may go on behind it: the first, which holds all others.
 
-        The last letter may be cut, too: then a replacement stands there.
+        The last letter may be cut, too: then a replacement stands there. Each place at which one seems to begin takes
+        one of ``looks``.
         """
         stop = end - text.endswith("\N{REPLACEMENT CHARACTER}", start, end)
         for at in range(max(stop - self._longest + 1, start), stop - _SHORTEST_BEGINNING + 1):
             if text[at : at + _SHORTEST_BEGINNING] in self._beginnings:
+                if next(looks, None) is None:
+                    return
                 begun = text[at:stop]
                 place = bisect_right(self._sorted, begun)  # behind the one that is not cut
                 if any(form.startswith(begun) for form in self._sorted[place : place + 1]):
@@ -112,29 +117,34 @@ class Mask:
         masked = self.line(line)
         if masked == line:
             return line
-        try:
-            message = from_json(line)
-        except ValueError:  # whoever reads it refuses it
-            return masked
-        # All at once: to look for each form in each of a hundred thousand texts takes seconds.
-        said = iter(self.text(_BETWEEN.join(_texts(message))).split(_BETWEEN))
-        return to_json(_with_texts(message, said), inf_nan_mode="constants")
+        with uncollected():
+            try:
+                message = from_json(line)
+            except ValueError:  # whoever reads it refuses it
+                return masked
+            # All at once: to look for each form in each of a hundred thousand texts takes seconds.
+            said = iter(self.text(_BETWEEN.join(_texts(message, []))).split(_BETWEEN))
+            return to_json(_with_texts(message, said), inf_nan_mode="constants")
 
 
 NOTHING_MASKED: Final = Mask({})
 
 
-def _texts(value: object) -> Iterator[str]:
-    """All texts of a message, in the order in which ``_with_texts`` puts others in their place."""
+def _texts(value: object, found: list[str]) -> list[str]:
+    """Adds all texts of a message, in the order in which ``_with_texts`` puts others in their place.
+
+    To a list: a text that generators pass on takes a step for each level at which it stands.
+    """
     if isinstance(value, str):
-        yield value
+        found.append(value)
     elif isinstance(value, dict):
         for name, each in value.items():
-            yield name
-            yield from _texts(each)
+            found.append(name)
+            _texts(each, found)
     elif isinstance(value, list):
         for each in value:
-            yield from _texts(each)
+            _texts(each, found)
+    return found
 
 
 def _with_texts(value: object, texts: Iterator[str]) -> object:

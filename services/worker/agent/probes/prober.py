@@ -130,13 +130,14 @@ def _read(answer: bytes, mask: Mask) -> ModelProbed:
         UnfitProfileError: Whoever plans could not work with it.
     """
     _refuse_large(len(answer))
-    text = mask.message(answer)
     # While objects are made of it no other thread runs, the loop's neither, and the more there are, the longer for each.
-    if (parts := text.count(b"{") + text.count(b"[")) > _MOST_PARTS:
+    # So it is while it is masked.
+    if (parts := answer.count(b"{") + answer.count(b"[")) > _MOST_PARTS:
         raise UnfitProfileError(
             f"the profile has {parts} lists and records, more than the {_MOST_PARTS} that are taken: the model has "
             "too many modules"
         )
+    text = mask.message(answer)
     with uncollected():
         found = ModelProbed.model_validate_json(text)
         if found.profile is not None:
