@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import fcntl
+import gc
 import json
 import math
 import os
@@ -229,6 +230,16 @@ def test_a_number_that_no_fact_holds_is_a_fault_of_the_rank(
         assert not isinstance(message, RankReady | RankMetrics | RankFailed | RankFinished)
         said = fact_of(GangState(job_id=JOB, fence=1, node_id=NODE, ranks={}), 0, message)
         assert getattr(said, name) == number
+
+
+@pytest.mark.parametrize("mask", [NOTHING_MASKED, Mask({"PIN": "trace_id"})])
+def test_in_a_line_of_very_many_lists_no_garbage_is_looked_for(mask: Mask) -> None:
+    """It took an agent's loop three quarters of the seconds that such a line takes."""
+    lists = json.loads(",".join(["[" * 150 + "]" * 150] * 3_000).join("[]"))
+    told = line(kind="rank_traced", trace_id=lists)
+    before = gc.get_stats()[0]["collections"]
+    assert len(heard(told, mask).faults) == 1
+    assert gc.get_stats()[0]["collections"] - before < 100  # it was 600 and more
 
 
 def test_texts_are_cut_with_a_mark_and_of_many_names_few_are_kept() -> None:

@@ -19,6 +19,7 @@ from typing import ClassVar, Final
 from pydantic import ValidationError
 
 from services.contract.messages.rank_pipe import LINE_BYTES, RANK_MESSAGE, RankMessage, RankOrder
+from services.contract.system.long_work import uncollected
 from services.contract.system.mask import Mask
 from services.contract.system.pipe_end import PipeEnd
 
@@ -214,8 +215,10 @@ class RankLink:
         if len(line) > LINE_BYTES:
             self._fault(f"wrote a line of more than {LINE_BYTES} bytes to its pipe")
             return
+        masked = self._mask.message(line)
         try:
-            message = RANK_MESSAGE.validate_json(self._mask.message(line))
+            with uncollected():
+                message = RANK_MESSAGE.validate_json(masked)
         except ValidationError as error:
             self._fault(f"wrote a line to its pipe that is not a message: {_first_fault(error)}")
             return
