@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, cast
+from weakref import WeakSet
 
 import torch
 from torch.distributed.pipelining import PipelineStage as TorchPipelineStage
@@ -28,6 +29,12 @@ if TYPE_CHECKING:
     from torch import nn
     from torch.distributed.pipelining.schedules import _Action, _PipelineContext
 
+    from fsdp_core.runtime.fsdp_state import FSDPState
+
+# Of stages that went backward in a step and have not reduced. A step that raised is seen by the next
+# stage of the same module, too; what a user holds by the same setters is not of a step.
+_unreduced: WeakSet[FSDPState] = WeakSet()
+
 
 class PipelineStage(TorchPipelineStage):
     """A stage whose module may be sharded by `fsdp_core.fully_shard`; else as PyTorch's.
@@ -42,7 +49,7 @@ class PipelineStage(TorchPipelineStage):
         super().clear_runtime_states()
         if isinstance(self.submod, FSDPModule):
             state = self.submod._get_fsdp_state()  # noqa: SLF001 - the name by which others find it
-            if not state.options.is_last_backward:
+            if state in _unreduced:
                 state.context.recover()
                 _set_last(self.submod, is_last=True)
 
@@ -131,3 +138,8 @@ def _set_last(root: FSDPModule, *, is_last: bool) -> None:
     root.set_is_last_backward(is_last)
     root.set_reshard_after_backward(is_last)
     root.set_requires_gradient_sync(is_last)
+    state = root._get_fsdp_state()  # noqa: SLF001 - the name by which others find it
+    if is_last:
+        _unreduced.discard(state)
+    else:
+        _unreduced.add(state)

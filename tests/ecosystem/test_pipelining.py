@@ -171,6 +171,49 @@ def grads_of_last_step(ctx: RankContext, *, fails: bool) -> list[torch.Tensor]:
     return [local(param.grad).clone() for param in params if param.grad is not None]
 
 
+def test_gradients_that_are_held_before_a_step_are_reduced_with_it(gangs: Gangs) -> None:
+    gangs(2).run(check_gradients_before_a_step)
+
+
+def check_gradients_before_a_step(ctx: RankContext) -> None:
+    """A loss of the stage alone, whose gradients are held as a pipeline holds those of its microbatches."""
+    expected, found = (grads_with_a_loss_before(ctx, holds=holds) for holds in (False, True))
+    assert len(expected) == len(found) > 0
+    for a, b in zip(expected, found, strict=True):
+        torch.testing.assert_close(a, b)
+
+
+def grads_with_a_loss_before(ctx: RankContext, *, holds: bool) -> list[torch.Tensor]:
+    from torch.distributed.pipelining import ScheduleGPipe  # noqa: PLC0415 - it loads the oracle
+
+    from fsdp_core.interop.pipelining import PipelineStage  # noqa: PLC0415 - it loads the oracle
+
+    mesh = init_device_mesh(ctx.device.type, (1, ctx.world), mesh_dim_names=("pp", "dp_shard"))
+    torch.manual_seed(0)
+    part = Part().to(ctx.device)
+    for layer in part.layers:
+        fully_shard(layer, mesh=mesh["dp_shard"])
+    sharded = fully_shard(part, mesh=mesh["dp_shard"])
+    stage = PipelineStage(part, 0, 1, ctx.device, group=mesh["pp"].get_group())
+    # PyTorch scales all that a parameter has by then.
+    runner = ScheduleGPipe(stage, MICROBATCHES, loss_fn=mean_square, scale_grads=False)
+    params = list(part.parameters())
+
+    def go(step: int) -> None:
+        x = ctx.batch(step, 2 * MICROBATCHES, WIDTH)
+        runner.step(x, target=x.flip(-1))
+
+    go(0)
+    for param in params:
+        param.grad = None
+    if holds:
+        sharded.set_requires_gradient_sync(False)
+        sharded.set_is_last_backward(False)
+    part(ctx.batch(1, 2, WIDTH)).square().mean().backward()
+    go(2)
+    return [local(param.grad).clone() for param in params if param.grad is not None]
+
+
 @pytest.mark.parametrize("place", ["loss", "reduction"])
 def test_a_step_that_raised_before_a_stage_reduced_leaves_nothing_to_the_next(
     gangs: Gangs, place: Literal["loss", "reduction"]
