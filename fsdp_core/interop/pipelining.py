@@ -27,6 +27,7 @@ from fsdp_core.runtime import FSDPModule
 
 if TYPE_CHECKING:
     from torch import nn
+    from torch.distributed.pipelining._utils import _StageForwardMeta
     from torch.distributed.pipelining.schedules import _Action, _PipelineContext
 
     from fsdp_core.runtime.fsdp_state import FSDPState
@@ -86,13 +87,30 @@ class PipelineStage(TorchPipelineStage):
             self.submod._get_fsdp_state().context.end_backward()  # noqa: SLF001 - the name by which others find it
         super().perform_reduce_grad(grad_scale_factor)
 
+    def _prepare_forward_infra(
+        self,
+        num_microbatches: int,
+        args: tuple[object, ...] | _StageForwardMeta | None,
+        kwargs: dict[str, object] | None = None,
+        has_backward: bool = False,  # noqa: FBT001, FBT002 - PyTorch's signature
+    ) -> _StageForwardMeta | None:
+        # A trial pass follows, before the first step and where training goes on after an evaluation:
+        # what earlier steps accumulated is put by.
+        for module in _sharded_modules(self.submod):
+            module.reshard()
+        self._grads_before = [(param, param.grad) for param in self.submod.parameters()]
+        for param, _ in self._grads_before:
+            param.grad = None
+        return super()._prepare_forward_infra(num_microbatches, args, kwargs, has_backward)
+
     def _post_metadata_inference_cleanup(self) -> None:
         super()._post_metadata_inference_cleanup()
         # The trial pass has unsharded parameters and may have left gradients.
         for module in _sharded_modules(self.submod):
             module.reshard()
-        for param in self.submod.parameters():
-            param.grad = None
+        for param, grad in self._grads_before:
+            param.grad = grad
+        self._grads_before.clear()
 
 
 def bridge_schedule(schedule: object) -> None:

@@ -20,6 +20,7 @@ from tests.engine.sharded import local
 pytestmark = pytest.mark.ranks
 
 Schedule = Literal["1F1B", "GPipe", "Interleaved1F1B", "InterleavedZeroBubble"]
+Place = Literal["held", "before", "around an evaluation"]
 WIDTH, MICROBATCHES = 6, 4
 
 
@@ -171,19 +172,23 @@ def grads_of_last_step(ctx: RankContext, *, fails: bool) -> list[torch.Tensor]:
     return [local(param.grad).clone() for param in params if param.grad is not None]
 
 
-def test_gradients_that_are_held_before_a_step_are_reduced_with_it(gangs: Gangs) -> None:
-    gangs(2).run(check_gradients_before_a_step)
+@pytest.mark.parametrize("place", ["held", "before", "around an evaluation"])
+def test_what_was_accumulated_before_a_step_stays(gangs: Gangs, place: Place) -> None:
+    gangs(2).run(check_accumulation, place)
 
 
-def check_gradients_before_a_step(ctx: RankContext) -> None:
-    """A loss of the stage alone, whose gradients are held as a pipeline holds those of its microbatches."""
-    expected, found = (grads_with_a_loss_before(ctx, holds=holds) for holds in (False, True))
+def check_accumulation(ctx: RankContext, place: Place) -> None:
+    expected = [sum(pair) for pair in zip(*(grads_of(ctx, [step]) for step in (1, 2)), strict=True)]
+    found = grads_of(ctx, [1, 2], place)
     assert len(expected) == len(found) > 0
     for a, b in zip(expected, found, strict=True):
         torch.testing.assert_close(a, b)
 
 
-def grads_with_a_loss_before(ctx: RankContext, *, holds: bool) -> list[torch.Tensor]:
+def grads_of(
+    ctx: RankContext, steps: list[int], place: Place = "around an evaluation"
+) -> list[torch.Tensor]:
+    """What the steps of a stage accumulate, of which but the last may go without its schedule."""
     from torch.distributed.pipelining import ScheduleGPipe  # noqa: PLC0415 - it loads the oracle
 
     from fsdp_core.interop.pipelining import PipelineStage  # noqa: PLC0415 - it loads the oracle
@@ -198,19 +203,23 @@ def grads_with_a_loss_before(ctx: RankContext, *, holds: bool) -> list[torch.Ten
     # PyTorch scales all that a parameter has by then.
     runner = ScheduleGPipe(stage, MICROBATCHES, loss_fn=mean_square, scale_grads=False)
     params = list(part.parameters())
-
-    def go(step: int) -> None:
-        x = ctx.batch(step, 2 * MICROBATCHES, WIDTH)
-        runner.step(x, target=x.flip(-1))
-
-    go(0)
-    for param in params:
-        param.grad = None
-    if holds:
-        sharded.set_requires_gradient_sync(False)
-        sharded.set_is_last_backward(False)
-    part(ctx.batch(1, 2, WIDTH)).square().mean().backward()
-    go(2)
+    if place != "before":
+        runner.step(ctx.batch(0, 2 * MICROBATCHES, WIDTH), target=ctx.batch(0, 8, WIDTH))
+        for param in params:
+            param.grad = None
+    *earlier, last = ((x := ctx.batch(step, 2 * MICROBATCHES, WIDTH), x.flip(-1)) for step in steps)
+    for inputs, target in earlier:
+        if place == "around an evaluation":
+            runner.step(inputs, target=target)
+            runner.eval(inputs, target=target)
+            continue
+        if place == "held":
+            sharded.set_requires_gradient_sync(False)
+            sharded.set_is_last_backward(False)
+        loss = MICROBATCHES * mean_square(part(inputs), target)
+        loss.backward()  # type: ignore[no-untyped-call]  # PyTorch's
+    inputs, target = last
+    runner.step(inputs, target=target)
     return [local(param.grad).clone() for param in params if param.grad is not None]
 
 
