@@ -10,7 +10,7 @@ imports this one, and why PyTorch's private names of pipelining are met here and
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, cast
 from weakref import WeakSet
 
@@ -87,21 +87,22 @@ class PipelineStage(TorchPipelineStage):
             self.submod._get_fsdp_state().context.end_backward()  # noqa: SLF001 - the name by which others find it
         super().perform_reduce_grad(grad_scale_factor)
 
-    def _prepare_forward_infra(
+    # What earlier steps accumulated, while a trial pass is made; torch 2.11 makes none with real tensors.
+    _grads_before: Sequence[tuple[nn.Parameter, torch.Tensor | None]] = ()
+
+    def _forward_metadata_inference(
         self,
-        num_microbatches: int,
-        args: tuple[object, ...] | _StageForwardMeta | None,
+        args: tuple[torch.Tensor, ...] | _StageForwardMeta | None,
         kwargs: dict[str, object] | None = None,
         has_backward: bool = False,  # noqa: FBT001, FBT002 - PyTorch's signature
     ) -> _StageForwardMeta | None:
-        # A trial pass follows, before the first step and where training goes on after an evaluation:
-        # what earlier steps accumulated is put by.
+        # The trial pass, before the first step and where training goes on after an evaluation.
         for module in _sharded_modules(self.submod):
             module.reshard()
         self._grads_before = [(param, param.grad) for param in self.submod.parameters()]
         for param, _ in self._grads_before:
             param.grad = None
-        return super()._prepare_forward_infra(num_microbatches, args, kwargs, has_backward)
+        return super()._forward_metadata_inference(args, kwargs, has_backward)
 
     def _post_metadata_inference_cleanup(self) -> None:
         super()._post_metadata_inference_cleanup()
@@ -110,7 +111,7 @@ class PipelineStage(TorchPipelineStage):
             module.reshard()
         for param, grad in self._grads_before:
             param.grad = grad
-        self._grads_before.clear()
+        self._grads_before = ()
 
 
 def bridge_schedule(schedule: object) -> None:
