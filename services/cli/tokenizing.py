@@ -278,16 +278,19 @@ def _rows_of_parquet(file: Path, field: str) -> Iterator[Piece]:
     parquet = _library("pyarrow.parquet")
     try:
         table = parquet.ParquetFile(file)
-    except ValueError as error:
-        raise CliError(f"{file} is no Parquet file: {error}") from error
-    if field not in table.schema_arrow.names:
-        raise CliError(
-            f"{file} has no column {field!r}, but {', '.join(table.schema_arrow.names)}; say --field"
-        )
-    share = file.stat().st_size // max(1, table.metadata.num_rows)
-    for batch in table.iter_batches(columns=[field]):
-        for text in batch.column(0).to_pylist():
-            yield Piece(text or "", share, ends=True)
+        if field not in table.schema_arrow.names:
+            raise CliError(
+                f"{file} has no column {field!r}, but {', '.join(table.schema_arrow.names)}; say --field"
+            )
+        share = file.stat().st_size // max(1, table.metadata.num_rows)
+        for batch in table.iter_batches(columns=[field]):
+            for text in batch.column(0).to_pylist():
+                if not isinstance(text, str | None):
+                    raise CliError(f"{file}: column {field!r} is no text; say --field")
+                yield Piece(text or "", share, ends=True)
+    # Of what is no Parquet file, of a part of one, and of texts that are no UTF-8.
+    except (OSError, ValueError) as error:
+        raise CliError(f"{file}: no Parquet file of texts: {error}") from error
 
 
 def _field(line: str, field: str, where: str) -> str:

@@ -220,19 +220,19 @@ async def test_who_waits_is_told_soon_that_redis_became_a_replica(
     redis_url: str, kind: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It answers whoever waits with an error, which is not read, and then nothing on that connection."""
-    monkeypatch.setattr(connection, "_ANSWER_S", 0.5)
+    monkeypatch.setattr(connection, "_ANSWER_S", 1.0)
     job_id = new_job_id(1, bytes(10))
     with Redis.from_url(redis_url) as redis:
 
         def waits() -> int:
             return int(cast("dict[str, Any]", redis.info("clients"))["blocked_clients"])
 
-        async with redis_ports(redis_url) as ports, asyncio.timeout(10):
+        async with redis_ports(redis_url) as ports, asyncio.timeout(20):
             await ports.facts.prepare()
             waiting: asyncio.Future[Any] = asyncio.ensure_future(
-                ports.telemetry.wait(job_id, Log.OUTPUT, None, 1)
+                ports.telemetry.wait(job_id, Log.OUTPUT, None, 3)
                 if kind == "output"
-                else ports.facts.next(8, 1)
+                else ports.facts.next(8, 3)
             )
             await asyncio.to_thread(until, waits)
             redis.replicaof("127.0.0.1", "1")

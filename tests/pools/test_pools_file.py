@@ -44,7 +44,9 @@ def test_all_faults_are_named_at_once(tmp_path: Path) -> None:
     assert places == ["/pools/0/slurm/max_nodes", "/pools/0/slurm/options", "/pools/0/slurm/gpus"]
 
 
-@pytest.mark.parametrize("text", [f"pools: {'[' * 500}", "owner: 2001-13-01", "é"])
+@pytest.mark.parametrize(
+    "text", [f"pools: {'[' * 500}", "owner: 2001-13-01", "owner: !!bool x", "é"]
+)
 def test_a_text_that_yaml_cannot_be_read_from_is_refused_with_its_path(
     tmp_path: Path, text: str
 ) -> None:

@@ -95,8 +95,11 @@ def test_rows_of_parquet_are_documents(tmp_path: Path) -> None:
     parquet = pytest.importorskip("pyarrow.parquet")
     parquet.write_table(arrow.table({"body": ["ab", "c"]}), tmp_path / "rows.parquet")
     (tmp_path / "other.parquet").write_bytes(b"PAR1 other PAR1")
-    with pytest.raises(CliError, match=r"other\.parquet is no Parquet file"):
+    with pytest.raises(CliError, match=r"other\.parquet: no Parquet file of texts"):
         tokenize(tmp_path / "other.parquet", "--out", tmp_path / "out")
+    parquet.write_table(arrow.table({"text": [1]}), tmp_path / "numbers.parquet")
+    with pytest.raises(CliError, match=r"numbers\.parquet: column 'text' is no text"):
+        tokenize(tmp_path / "numbers.parquet", "--out", tmp_path / "out")
     with pytest.raises(CliError, match=r"no column 'text', but body; say --field"):
         tokenize(tmp_path / "rows.parquet", "--out", tmp_path / "out")
     tokenize(tmp_path / "rows.parquet", "--out", tmp_path / "out", "--field", "body")

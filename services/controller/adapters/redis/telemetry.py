@@ -459,6 +459,8 @@ class RedisTelemetry:
                 key = self._log_key(job_id, log)
                 wait = ("XREAD", "COUNT", 1, "BLOCK", block_ms, "STREAMS", key, after or _BEGINNING)
                 await answer_behind(streams, wait, block_ms / 1000, ("XLEN", key))
+                # Nothing is behind the last one: it tells only whether the wait was refused.
+                await streams.xread({key: "$"}, count=1)
             except ResponseError as error:
                 if not is_mistyped(error):
                     raise
