@@ -1,8 +1,8 @@
 """`torch.distributed.pipelining` over modules that this engine sharded.
 
 PyTorch's stages and schedules know sharded modules by asking `isinstance` of PyTorch's own class,
-at three steps: before a microbatch's backward, after the last one, and around a stage's turn. The
-`PipelineStage` here and `bridge_schedule` take these steps for our modules, through the stage's
+at four steps: before a microbatch's backward, after the last one, around a stage's turn, and after the
+trial pass in which it finds shapes out. The `PipelineStage` here and `bridge_schedule` take these steps for our modules, through the stage's
 methods and the schedule's registry of actions, so PyTorch's class is not needed here.
 `torch.distributed.pipelining` imports it by itself; that is why no other module of the engine
 imports this one, and why PyTorch's private names of pipelining are met here and not in `torch_private`.
@@ -10,8 +10,9 @@ imports this one, and why PyTorch's private names of pipelining are met here and
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, cast
+from collections.abc import Iterator
+from contextlib import ExitStack
+from typing import TYPE_CHECKING, Any, cast
 from weakref import WeakSet
 
 import torch
@@ -27,7 +28,7 @@ from fsdp_core.runtime import FSDPModule
 
 if TYPE_CHECKING:
     from torch import nn
-    from torch.distributed.pipelining._utils import _StageForwardMeta
+    from torch.distributed.pipelining._utils import _StageBackwardMeta
     from torch.distributed.pipelining.schedules import _Action, _PipelineContext
 
     from fsdp_core.runtime.fsdp_state import FSDPState
@@ -85,33 +86,26 @@ class PipelineStage(TorchPipelineStage):
             _set_last(self.submod, is_last=True)
             # The last backward ended while gradients were not to be reduced yet: end it again.
             self.submod._get_fsdp_state().context.end_backward()  # noqa: SLF001 - the name by which others find it
-        super().perform_reduce_grad(grad_scale_factor)
+        # An evaluation ends here, too, and has nothing to scale.
+        super().perform_reduce_grad(grad_scale_factor if self.has_backward else 1)
 
-    # What earlier steps accumulated, while a trial pass is made; torch 2.11 makes none with real tensors.
-    _grads_before: Sequence[tuple[nn.Parameter, torch.Tensor | None]] = ()
-
-    def _forward_metadata_inference(
+    def _backward_metadata_inference(
         self,
-        args: tuple[torch.Tensor, ...] | _StageForwardMeta | None,
-        kwargs: dict[str, object] | None = None,
-        has_backward: bool = False,  # noqa: FBT001, FBT002 - PyTorch's signature
-    ) -> _StageForwardMeta | None:
-        # The trial pass, before the first step and where training goes on after an evaluation.
-        for module in _sharded_modules(self.submod):
-            module.reshard()
-        self._grads_before = [(param, param.grad) for param in self.submod.parameters()]
-        for param, _ in self._grads_before:
-            param.grad = None
-        return super()._forward_metadata_inference(args, kwargs, has_backward)
+        *args: Any,  # noqa: ANN401 - PyTorch's differ from release to release
+        **kwargs: Any,  # noqa: ANN401 - see above
+    ) -> _StageBackwardMeta | None:
+        # The trial pass, before the first step and where training goes on after an evaluation. It asks for
+        # gradients of inputs alone: what earlier backwards left is not to be reduced with it.
+        with ExitStack() as stack:
+            for module in _sharded_modules(self.submod):
+                stack.enter_context(module.no_sync())
+            return super()._backward_metadata_inference(*args, **kwargs)
 
     def _post_metadata_inference_cleanup(self) -> None:
         super()._post_metadata_inference_cleanup()
-        # The trial pass has unsharded parameters and may have left gradients.
+        # The trial pass has unsharded parameters.
         for module in _sharded_modules(self.submod):
             module.reshard()
-        for param, grad in self._grads_before:
-            param.grad = grad
-        self._grads_before = ()
 
 
 def bridge_schedule(schedule: object) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -20,7 +21,7 @@ from tests.engine.sharded import local
 pytestmark = pytest.mark.ranks
 
 Schedule = Literal["1F1B", "GPipe", "Interleaved1F1B", "InterleavedZeroBubble"]
-Place = Literal["held", "before", "around an evaluation"]
+Place = Literal["held", "held at first", "before", "around an evaluation"]
 WIDTH, MICROBATCHES = 6, 4
 
 
@@ -172,38 +173,37 @@ def grads_of_last_step(ctx: RankContext, *, fails: bool) -> list[torch.Tensor]:
     return [local(param.grad).clone() for param in params if param.grad is not None]
 
 
-@pytest.mark.parametrize("place", ["held", "before", "around an evaluation"])
+@pytest.mark.parametrize("place", ["held", "held at first", "before", "around an evaluation"])
 def test_what_was_accumulated_before_a_step_stays(gangs: Gangs, place: Place) -> None:
     gangs(2).run(check_accumulation, place)
 
 
 def check_accumulation(ctx: RankContext, place: Place) -> None:
-    expected = [sum(pair) for pair in zip(*(grads_of(ctx, [step]) for step in (1, 2)), strict=True)]
-    found = grads_of(ctx, [1, 2], place)
+    # PyTorch's schedules evaluate no two stages of one rank.
+    count = 1 if place == "around an evaluation" else 2
+    alone = [grads_of(ctx, [step], count) for step in (1, 2)]
+    expected = [sum(pair) for pair in zip(*alone, strict=True)]
+    found = grads_of(ctx, [1, 2], count, place)
     assert len(expected) == len(found) > 0
     for a, b in zip(expected, found, strict=True):
         torch.testing.assert_close(a, b)
 
 
 def grads_of(
-    ctx: RankContext, steps: list[int], place: Place = "around an evaluation"
+    ctx: RankContext, steps: list[int], count: int, place: Place | None = None
 ) -> list[torch.Tensor]:
-    """What the steps of a stage accumulate, of which but the last may go without its schedule."""
-    from torch.distributed.pipelining import ScheduleGPipe  # noqa: PLC0415 - it loads the oracle
+    """What the steps of some stages accumulate, all but the last of which may run without the schedule."""
+    from torch.distributed.pipelining import ScheduleGPipe, ScheduleInterleaved1F1B  # noqa: PLC0415 - it loads the oracle
 
-    from fsdp_core.interop.pipelining import PipelineStage  # noqa: PLC0415 - it loads the oracle
-
-    mesh = init_device_mesh(ctx.device.type, (1, ctx.world), mesh_dim_names=("pp", "dp_shard"))
-    torch.manual_seed(0)
-    part = Part().to(ctx.device)
-    for layer in part.layers:
-        fully_shard(layer, mesh=mesh["dp_shard"])
-    sharded = fully_shard(part, mesh=mesh["dp_shard"])
-    stage = PipelineStage(part, 0, 1, ctx.device, group=mesh["pp"].get_group())
+    parts, stages = sharded_stages(ctx, count)
     # PyTorch scales all that a parameter has by then.
-    runner = ScheduleGPipe(stage, MICROBATCHES, loss_fn=mean_square, scale_grads=False)
-    params = list(part.parameters())
-    if place != "before":
+    runner = (
+        ScheduleGPipe(stages[0], MICROBATCHES, loss_fn=mean_square, scale_grads=False)
+        if count == 1
+        else ScheduleInterleaved1F1B(stages, MICROBATCHES, loss_fn=mean_square, scale_grads=False)
+    )
+    params = [param for part in parts for param in part.parameters()]
+    if place in {"held", "around an evaluation"}:
         runner.step(ctx.batch(0, 2 * MICROBATCHES, WIDTH), target=ctx.batch(0, 8, WIDTH))
         for param in params:
             param.grad = None
@@ -213,14 +213,54 @@ def grads_of(
             runner.step(inputs, target=target)
             runner.eval(inputs, target=target)
             continue
-        if place == "held":
-            sharded.set_requires_gradient_sync(False)
-            sharded.set_is_last_backward(False)
-        loss = MICROBATCHES * mean_square(part(inputs), target)
-        loss.backward()  # type: ignore[no-untyped-call]  # PyTorch's
+        for part in parts if place == "held" else ():
+            part.set_requires_gradient_sync(False)
+            part.set_is_last_backward(False)
+        with ExitStack() as stack:
+            for part in parts if place == "held at first" else ():
+                stack.enter_context(part.no_sync())
+            loss = MICROBATCHES * mean_square(parts[1](parts[0](inputs)), target)
+            loss.backward()  # type: ignore[no-untyped-call]  # PyTorch's
     inputs, target = last
     runner.step(inputs, target=target)
     return [local(param.grad).clone() for param in params if param.grad is not None]
+
+
+def test_an_evaluation_scales_no_gradient(gangs: Gangs) -> None:
+    gangs(2).run(check_evaluation)
+
+
+def check_evaluation(ctx: RankContext) -> None:
+    from torch.distributed.pipelining import ScheduleGPipe  # noqa: PLC0415 - it loads the oracle
+
+    (part,), (stage,) = sharded_stages(ctx, 1)
+    runner = ScheduleGPipe(stage, MICROBATCHES, loss_fn=mean_square)
+    x = ctx.batch(0, 2 * MICROBATCHES, WIDTH)
+    runner.step(x, target=x.flip(-1))
+    params = [param for param in part.parameters() if param.grad is not None]
+    before = [local(param.grad).clone() for param in params]
+    runner.eval(x, target=x.flip(-1))
+    assert len(params) > 0
+    assert all(torch.equal(a, local(param.grad)) for a, param in zip(before, params, strict=True))
+
+
+def sharded_stages(ctx: RankContext, count: int) -> tuple[list[Any], list[Any]]:
+    """So many modules that every rank has all of, and a stage of each."""
+    from fsdp_core.interop.pipelining import PipelineStage  # noqa: PLC0415 - it loads the oracle
+
+    mesh = init_device_mesh(ctx.device.type, (1, ctx.world), mesh_dim_names=("pp", "dp_shard"))
+    group = mesh["pp"].get_group()
+    parts: list[Any] = []
+    for seed in range(count):
+        torch.manual_seed(seed)
+        part = Part().to(ctx.device)
+        for layer in part.layers:
+            fully_shard(layer, mesh=mesh["dp_shard"])
+        parts.append(fully_shard(part, mesh=mesh["dp_shard"]))
+    return parts, [
+        PipelineStage(part, index, count, ctx.device, group=group)
+        for index, part in enumerate(parts)
+    ]
 
 
 @pytest.mark.parametrize("place", ["loss", "reduction"])
@@ -242,27 +282,13 @@ def grads_of_two_stages(
     """Of a rank's two stages in a step, after one that raised in the third loss or in a reduction, if any."""
     from torch.distributed.pipelining import ScheduleInterleaved1F1B  # noqa: PLC0415 - it loads the oracle
 
-    from fsdp_core.interop.pipelining import PipelineStage  # noqa: PLC0415 - it loads the oracle
-
-    mesh = init_device_mesh(ctx.device.type, (1, ctx.world), mesh_dim_names=("pp", "dp_shard"))
-    parts = []
-    for seed in range(2):
-        torch.manual_seed(seed)
-        part = Part().to(ctx.device)
-        for layer in part.layers:
-            fully_shard(layer, mesh=mesh["dp_shard"])
-        fully_shard(part, mesh=mesh["dp_shard"])
-        parts.append(part)
+    parts, stages = sharded_stages(ctx, 2)
 
     def go(step: int, loss: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]) -> None:
         # PyTorch's schedule keeps losses of a step that raised: each step has a new one.
-        group = mesh["pp"].get_group()
-        stages: list[Any] = [
-            PipelineStage(part, index, 2, ctx.device, group=group)
-            for index, part in enumerate(parts)
-        ]
+        runner = ScheduleInterleaved1F1B(stages, MICROBATCHES, loss_fn=loss)
         x = ctx.batch(step, 2 * MICROBATCHES, WIDTH)
-        ScheduleInterleaved1F1B(stages, MICROBATCHES, loss_fn=loss).step(x, target=x.flip(-1))
+        runner.step(x, target=x.flip(-1))
 
     def third_raises(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
         calls.append(1)
@@ -279,7 +305,7 @@ def grads_of_two_stages(
     if place is not None:
         if place == "reduction":
             # Of the stage that reduces first.
-            hook = params[-1].register_post_accumulate_grad_hook(once)  # type: ignore[no-untyped-call]  # PyTorch's
+            hook = params[-1].register_post_accumulate_grad_hook(once)
         with pytest.raises(ZeroDivisionError):
             go(0, third_raises if place == "loss" else mean_square)
         for param in params:
