@@ -73,11 +73,15 @@ _REFUSAL_CODES: Final = {
     "UNBLOCKED": _WAIT,
 }
 # Of an error within a pipeline redis-py says which command it was of, and then what Redis said: as it is,
-# or as a tuple. Of a transaction that it does not begin Redis says first that it discards it.
-_BEGINS: Final = r"(?:^|caused error: (?:\([\"'])?|discarded because of: )"
+# or as a tuple. Of a transaction that it does not begin Redis says first that it discards it. Redis 6 says
+# first where in which script it refuses.
+_BEGINS: Final = (
+    r"(?:^|caused error: (?:\([\"'])?|discarded because of: )"
+    r"(?:Error running script \(call to \w+\): @user_script:\d+: )?(?:@user_script: \d+: -?)?"
+)
 _REFUSAL_CODE: Final = re.compile(rf"{_BEGINS}({'|'.join(_REFUSAL_CODES)})\b")
 # Of another type, or no number where one is counted.
-_MISTYPED: Final = re.compile(rf"{_BEGINS}(?:WRONGTYPE\b|ERR (?:hash )?value is not an integer)")
+_MISTYPED: Final = re.compile(rf"{_BEGINS}(?:WRONGTYPE\b|(?:ERR )?(?:hash )?value is not an integer)")
 _UNREADABLE_KEPT: Final = 1_000
 _LONGEST_WORD: Final = 2_000
 _LONGEST_EXCERPT: Final = 200
