@@ -81,7 +81,9 @@ _BEGINS: Final = (
 )
 _REFUSAL_CODE: Final = re.compile(rf"{_BEGINS}({'|'.join(_REFUSAL_CODES)})\b")
 # Of another type, or no number where one is counted.
-_MISTYPED: Final = re.compile(rf"{_BEGINS}(?:WRONGTYPE\b|(?:ERR )?(?:hash )?value is not an integer)")
+_MISTYPED: Final = re.compile(
+    rf"{_BEGINS}(?:WRONGTYPE\b|(?:ERR )?(?:hash )?value is not an integer)"
+)
 _UNREADABLE_KEPT: Final = 1_000
 _LONGEST_WORD: Final = 2_000
 _LONGEST_EXCERPT: Final = 200

@@ -18,6 +18,10 @@ _CONFIRMED_WITHIN_S: Final = 5.0
 _CALLS_IN_A_ROW: Final = 1_000
 _MARK: Final = f"return '{secrets.token_hex(8)}'"
 """A script of this process alone."""
+# Later ones let not each user ask, and know this function.
+_RUN_OF_REDIS_6: Final = """
+return not redis.acl_check_cmd and string.match(redis.call('INFO', 'server'), 'run_id:(%x+)')
+"""
 _log = structlog.get_logger()
 
 _TAKE_LEAD: Final = """
@@ -132,12 +136,13 @@ async def listening(clients: RedisClients) -> AsyncIterator[RedisWaker]:
             await subscription.subscribe(keys.WAKE)
             # Redis's confirmation: from here on no call is missed, and it counts as none.
             await subscription.get_message(timeout=_CONFIRMED_WITHIN_S)
-            # No script outlives its server, and nobody else has this one.
+            # No script outlives its server, and nobody else has this one. Redis 6 keeps scripts in its files.
             mark = await clients.reads.script_load(_MARK)
+            run = await clients.reads.eval(_RUN_OF_REDIS_6, 0)
 
         async def is_same_life() -> bool:
             (is_there,) = await clients.reads.script_exists(mark)
-            return bool(is_there)
+            return bool(is_there) and await clients.reads.eval(_RUN_OF_REDIS_6, 0) == run
 
         yield RedisWaker(subscription, is_same_life)
     finally:
