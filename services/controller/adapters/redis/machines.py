@@ -35,6 +35,8 @@ _STEPS_A_READ: Final = 2_000
 # As PTTL says it, and the script of leases.
 _ABSENT: Final = -2
 _MISTYPED: Final = -3
+# For Redis before 7.0.8 a wait of one millisecond has no end.
+_SOON_S: Final = 0.01
 # So often facts of agents of the last release are looked for, while some come.
 _OLD_AGENTS_EVERY_S: Final = 0.25
 _OLD_AGENTS_FOR_S: Final = 120.0
@@ -252,9 +254,9 @@ class RedisFacts:
             behind = ("LLEN", names[1])
             has_come = await answer_behind(self._clients.facts, wait, wait_s, behind) > 0
             if not has_come:
-                # The time is over, or it was refused, which is told now. Not by a short wait: for Redis before 7.0.8
-                # one of a millisecond has no end.
-                has_come = await self._clients.facts.lmove(*names, "LEFT", "RIGHT") is not None
+                # The time is over, or it was refused, which is told now.
+                came = await self._clients.facts.blmove(*names, _SOON_S)  # type: ignore[arg-type] # Redis takes parts of a second
+                has_come = came is not None
         return await self._taken(limit) if has_come else []
 
     async def _taken(self, limit: int) -> list[FactEntry]:
