@@ -2,8 +2,9 @@
 
 PyTorch's stages and schedules know sharded modules by asking `isinstance` of PyTorch's own class,
 at four steps: before a microbatch's backward, after the last one, around a stage's turn, and after the
-trial pass in which it finds shapes out. The `PipelineStage` here and `bridge_schedule` take these steps for our modules, through the stage's
-methods and the schedule's registry of actions, so PyTorch's class is not needed here.
+trial pass that finds shapes. The `PipelineStage` here and `bridge_schedule` take these steps for our
+modules, through the stage's methods and the schedule's registry of actions, so PyTorch's class is not
+needed here.
 `torch.distributed.pipelining` imports it by itself; that is why no other module of the engine
 imports this one, and why PyTorch's private names of pipelining are met here and not in `torch_private`.
 """
@@ -33,8 +34,8 @@ if TYPE_CHECKING:
 
     from fsdp_core.runtime.fsdp_state import FSDPState
 
-# Of stages that went backward in a step and have not reduced. A step that raised is seen by the next
-# stage of the same module, too; what a user holds by the same setters is not of a step.
+# States of stages that went backward in a step and have not reduced. Kept here, not by the stage: a new
+# stage of the same module must see the step that raised; not read from the setters: a user may set them, too.
 _unreduced: WeakSet[FSDPState] = WeakSet()
 
 
@@ -69,14 +70,15 @@ class PipelineStage(TorchPipelineStage):
         if isinstance(self.submod, FSDPModule):
             _set_last(self.submod, is_last=False)
         if backward_type != "full":
+            sharded = list(_sharded_modules(self.submod))
+            if sharded and not isinstance(self.submod, FSDPModule):
+                raise UnsupportedError(
+                    "A schedule that splits backwards needs stages whose module is sharded itself: parts of "
+                    "it would reduce before they have all gradients. Call fully_shard on the module, too."
+                )
             # Asked for its parameters, the stage must name those that forward computed with: gradients
             # of others are lost without an error.
-            for module in _sharded_modules(self.submod):
-                if not isinstance(self.submod, FSDPModule):
-                    raise UnsupportedError(
-                        "A schedule that splits backwards needs stages whose module is sharded itself: parts of "
-                        "it would reduce before they have all gradients. Call fully_shard on the module, too."
-                    )
+            for module in sharded:
                 module.unshard()
         return super().backward_maybe_with_nosync(backward_type, bwd_kwargs, last_backward)
 
