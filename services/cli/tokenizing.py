@@ -1,5 +1,6 @@
 """``meshloom data tokenize``: text files become token shards, which the factory ``tokens`` trains on."""
 
+import contextlib
 import hashlib
 import importlib
 import json
@@ -124,7 +125,7 @@ def tokenizer_of(name: str) -> Tokenizer:
     """The tokenizer in a folder, or that of bytes.
 
     Raises:
-        CliError: There is none, or the library that reads it is not installed.
+        CliError: There is none, it cannot be read, or the library that reads it is not installed.
     """
     if name == _BYTES:
         return Tokenizer(_BYTES, 256, 0, lambda texts: [text.encode() for text in texts])
@@ -134,14 +135,37 @@ def tokenizer_of(name: str) -> Tokenizer:
             f"--tokenizer: {file} is not there; save_pretrained of a fast tokenizer writes it, or say "
             f"{_BYTES}"
         )
-    found = _library("tokenizers").Tokenizer.from_file(str(file))
-    divider = end_token(file.parent)
+    library = _library("tokenizers")
+    with _refusals_of(file):
+        found = library.Tokenizer.from_file(str(file))
+    try:
+        divider = end_token(file.parent)
+    except ValueError as error:
+        raise CliError(f"--tokenizer: {error}") from error
+    vocabulary = max(found.get_vocab().values(), default=-1) + 1
+    if not vocabulary:
+        raise CliError(f"--tokenizer: {file} has no tokens")
+
+    def encode(texts: list[str]) -> list[Sequence[int]]:
+        with _refusals_of(file):
+            return [each.ids for each in found.encode_batch(texts, add_special_tokens=False)]
+
     return Tokenizer(
         file.parent.name,
-        max(found.get_vocab().values()) + 1,
+        vocabulary,
         None if divider is None else found.token_to_id(divider),
-        lambda texts: [each.ids for each in found.encode_batch(texts, add_special_tokens=False)],
+        encode,
     )
+
+
+@contextlib.contextmanager
+def _refusals_of(file: Path) -> Iterator[None]:
+    """What the library says of a tokenizer that it cannot use, in words of the command line."""
+    try:
+        yield
+    # The library has no class of its own for them.
+    except Exception as error:
+        raise CliError(f"--tokenizer: {file} is no usable tokenizer: {error}") from error
 
 
 def pieces_of(file: Path, field: str) -> Iterator[Piece]:
@@ -288,8 +312,8 @@ def _rows_of_parquet(file: Path, field: str) -> Iterator[Piece]:
                 if not isinstance(text, str | None):
                     raise CliError(f"{file}: column {field!r} is no text; say --field")
                 yield Piece(text or "", share, ends=True)
-    # Of what is no Parquet file, of a part of one, and of texts that are no UTF-8.
-    except (OSError, ValueError) as error:
+    # Of what is no Parquet file, of a part of one, of texts that are no UTF-8, and of kinds that it does not know.
+    except (OSError, ValueError, NotImplementedError) as error:
         raise CliError(f"{file}: no Parquet file of texts: {error}") from error
 
 

@@ -1,5 +1,6 @@
 """Token shards: what the command writes is what ranks train on, token by token."""
 
+import base64
 import json
 from collections.abc import Sequence
 from pathlib import Path
@@ -90,6 +91,31 @@ def test_a_tokenizer_of_its_own_is_read_from_its_folder(tmp_path: Path) -> None:
     assert rows(tmp_path / "out", 3) == [[1, 70_000, 1, 0]]
 
 
+def test_a_tokenizer_that_cannot_be_used_is_refused_with_its_file(tmp_path: Path) -> None:
+    """As it lies in a repository whose large files were not fetched, say."""
+    (tmp_path / "text.txt").write_text("weave")
+    tokenizer = Tokenizer(models.WordLevel({"loom": 0}))
+    empty = Tokenizer(models.WordLevel({}))
+    pointer = b"version https://git-lfs.github.com/spec/v1\n"
+    cases: dict[str, tuple[str, dict[str, bytes]]] = {
+        "pointer": (r"tokenizer\.json is no usable tokenizer", {"tokenizer.json": pointer}),
+        "unknown": (r"tokenizer\.json is no usable tokenizer: .*\[?UNK", {}),
+        "empty": (r"tokenizer\.json has no tokens", {"tokenizer.json": empty.to_str().encode()}),
+    }
+    for number, content in enumerate((pointer, b"[]", b"\xff", b"[" * 100_000)):
+        for name in ("tokenizer_config.json", "special_tokens_map.json"):
+            cases[f"{name}-{number}"] = (rf"{name}: no JSON object", {name: content})
+    for case, (said, files) in cases.items():
+        folder = tmp_path / case
+        folder.mkdir()
+        tokenizer.save(str(folder / "tokenizer.json"))
+        for name, content in files.items():
+            (folder / name).write_bytes(content)
+        with pytest.raises(CliError, match=said):
+            tokenize(tmp_path / "text.txt", "--out", tmp_path / "out", "--tokenizer", folder)
+    assert not (tmp_path / "out").exists()
+
+
 def test_rows_of_parquet_are_documents(tmp_path: Path) -> None:
     arrow = pytest.importorskip("pyarrow")
     parquet = pytest.importorskip("pyarrow.parquet")
@@ -97,6 +123,17 @@ def test_rows_of_parquet_are_documents(tmp_path: Path) -> None:
     (tmp_path / "other.parquet").write_bytes(b"PAR1 other PAR1")
     with pytest.raises(CliError, match=r"other\.parquet: no Parquet file of texts"):
         tokenize(tmp_path / "other.parquet", "--out", tmp_path / "out")
+    table = arrow.table({"text": ["ab"], "n": [1]})
+    parquet.write_table(table, tmp_path / "wide.parquet")
+    schema = table.schema.serialize().to_pybytes()
+    # Integers of 128 bits, which no library of today knows.
+    wide = schema.replace(b"\x40\0\0\0", b"\x80\0\0\0")
+    content = (tmp_path / "wide.parquet").read_bytes()
+    changed = content.replace(base64.b64encode(schema), base64.b64encode(wide))
+    assert changed != content
+    (tmp_path / "wide.parquet").write_bytes(changed)
+    with pytest.raises(CliError, match=r"wide\.parquet: no Parquet file of texts"):
+        tokenize(tmp_path / "wide.parquet", "--out", tmp_path / "out")
     parquet.write_table(arrow.table({"text": [1]}), tmp_path / "numbers.parquet")
     with pytest.raises(CliError, match=r"numbers\.parquet: column 'text' is no text"):
         tokenize(tmp_path / "numbers.parquet", "--out", tmp_path / "out")

@@ -12,7 +12,7 @@ A document may go on in the next file; documents are divided by ``divider`` wher
 import hashlib
 import json
 from pathlib import Path
-from typing import Annotated, Final, Literal
+from typing import Annotated, Any, Final, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
@@ -110,12 +110,27 @@ def check_content(folder: Path, index: TokenIndex) -> None:
 
 
 def end_token(folder: Path) -> str | None:
-    """The token that ends a text, as the configuration of the tokenizer in ``folder`` names it."""
+    """The token that ends a text, as the configuration of the tokenizer in ``folder`` names it.
+
+    Raises:
+        ValueError: That is no JSON object; it says which file.
+    """
     for name in ("tokenizer_config.json", "special_tokens_map.json"):
         file = folder / name
-        found = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
+        found = _json_object(file) if file.is_file() else {}
         token = found.get("eos_token")
         token = token.get("content") if isinstance(token, dict) else token
         if isinstance(token, str):
             return token
     return None
+
+
+def _json_object(file: Path) -> dict[str, Any]:
+    try:
+        found = json.loads(file.read_bytes())
+    # Other than JSON says: no text of Unicode, or nested too deep.
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{file}: no JSON object: {error}") from error
+    if not isinstance(found, dict):
+        raise ValueError(f"{file}: no JSON object, but {type(found).__name__}")  # noqa: TRY004 as of other content
+    return found
