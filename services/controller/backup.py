@@ -11,7 +11,6 @@ owners and modes.
 """
 
 import argparse
-import contextlib
 import errno
 import hashlib
 import os
@@ -119,8 +118,13 @@ def restore(redis: Path, checkpoints: Path | BucketAddress, backup: Path) -> int
 
 def _copy_redis(source: Path, target: Path) -> None:
     # While a rewrite replaces it, there is another one, temp-…, that is not yet in force.
-    (manifest,) = source.glob("[!t]*.manifest")
-    before = manifest.read_text()
+    manifests = [m for m in source.glob("*.manifest") if not m.name.startswith("temp-")]
+    if len(manifests) != 1:
+        raise BackupError(
+            f"{source} has {len(manifests)} manifests, where Redis has one: is it the folder of a Redis that runs?"
+        )
+    (manifest,) = manifests
+    before = manifest.read_text(errors="surrogateescape")
     shutil.rmtree(target, ignore_errors=True)
     _make_like(source, target)
     # Lines such as `file appendonly.aof.1.base.rdb seq 1 type b`; the last file grows while it is copied.
@@ -131,7 +135,7 @@ def _copy_redis(source: Path, target: Path) -> None:
         except FileNotFoundError:
             raise _ChangedError from None
     # A rewrite replaces the files and then the manifest.
-    if manifest.read_text() != before:
+    if manifest.read_text(errors="surrogateescape") != before:
         raise _ChangedError
     _copy_file(manifest, target / manifest.name)
 
@@ -148,14 +152,21 @@ def _copy_storage(source: Path, target: Path) -> int:
                 )
             continue
         if not path.is_dir():
-            with contextlib.suppress(FileNotFoundError):
-                _copy_file(path, target / path.name)
+            _copy_beside_jobs(path, target / path.name)
         elif (path / "chain").is_dir():
             _again(partial(_copy_job, path, target, set()), f"job {path.name}")
             jobs += (target / path.name).is_dir()
         else:
             _copy_tree(path, target / path.name)
     return jobs
+
+
+def _copy_beside_jobs(source: Path, target: Path) -> None:
+    folder = os.open(source.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        _copy_plain(folder, source, target)
+    finally:
+        os.close(folder)
 
 
 def _copy_job(source: Path, root: Path, copied: set[str]) -> None:
@@ -354,13 +365,20 @@ def _copy_folder(
                     _copy_folder(inner, path, target / name, (), depth - 1)
                 finally:
                     os.close(inner)
-        elif stat.S_ISREG(mode):
-            file = _opened(path, partial(open_plain_in, folder, name))
-            if file is not None:
-                try:
-                    _copy_opened(file, target / name)
-                except _HollowError:
-                    _say_left_out(path, "nearly all of it is holes")
+        else:
+            _copy_plain(folder, path, target / name)
+
+
+def _copy_plain(folder: int, source: Path, target: Path) -> None:
+    """What is at ``source`` in this folder, if it is a plain file; what cannot be copied of such is named."""
+    if not stat.S_ISREG(_mode(folder, source.name)):
+        return
+    file = _opened(source, partial(open_plain_in, folder, source.name))
+    if file is not None:
+        try:
+            _copy_opened(file, target)
+        except _HollowError:
+            _say_left_out(source, "nearly all of it is holes")
 
 
 def _mode(folder: int, name: str) -> int:

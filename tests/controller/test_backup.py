@@ -272,6 +272,23 @@ def test_what_a_rank_left_to_prevent_copies_is_left_out_and_named(
         save(redis, storage, backup.with_name("second"))
 
 
+def test_what_a_rank_left_beside_the_jobs_stops_no_backup(
+    folders: tuple[Path, Path, Path], capsys: pytest.CaptureFixture[str]
+) -> None:
+    redis, storage, backup = folders
+    os.mkfifo(storage / "pipe")
+    with (storage / "holes").open("wb") as file:
+        file.truncate(1 << 42)
+    (storage / "kept").write_bytes(b"x")
+    with leased(storage / "held"):
+        assert save(redis, storage, backup) == 1
+    assert sorted(path.name for path in (backup / "checkpoints").iterdir()) == [JOB, "kept"]
+    told = sorted(capsys.readouterr().err.splitlines())
+    assert [line.partition(" is left out")[0] for line in told] == [
+        f"backup: '{storage / name}'" for name in ("held", "holes")
+    ]
+
+
 def test_a_file_on_which_a_rank_holds_a_lease_stops_no_backup_unless_a_checkpoint_needs_it(
     folders: tuple[Path, Path, Path], capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -412,6 +429,24 @@ def test_without_an_append_only_file_there_is_nothing_to_save(tmp_path: Path) ->
     with pytest.raises(BackupError, match="--appendonly yes"):
         save(tmp_path, tmp_path, tmp_path / "backup")
     assert not (tmp_path / "backup").exists()
+
+
+def test_a_redis_whose_files_no_single_manifest_names_is_refused(
+    folders: tuple[Path, Path, Path],
+) -> None:
+    redis, storage, backup = folders
+    manifest = redis / "appendonlydir" / "appendonly.aof.manifest"
+    # Of another `appendfilename` than now; while Redis rewrites its file there is one that is not in force.
+    other = manifest.with_name("tasks.aof.manifest")
+    shutil.copy(manifest, other)
+    shutil.copy(manifest, manifest.with_name("temp-appendonly.aof.manifest"))
+    with pytest.raises(BackupError, match="2 manifests, where Redis has one"):
+        save(redis, storage, backup)
+    manifest.unlink()
+    assert save(redis, storage, backup) == 1
+    other.unlink()
+    with pytest.raises(BackupError, match="0 manifests, where Redis has one"):
+        save(redis, storage, backup.with_name("second"))
 
 
 @contextmanager
