@@ -3,6 +3,7 @@
 import asyncio
 import base64
 import contextlib
+import dataclasses
 import hashlib
 import hmac
 import itertools
@@ -522,6 +523,40 @@ async def test_slow_receivers_of_some_subjects_leave_turns_to_others() -> None:
     loop.cancel()
     await asyncio.gather(loop, return_exceptions=True)
     assert sender.asked == 8
+
+
+@pytest.mark.anyio
+async def test_a_redis_that_was_away_does_not_count_as_away_until_a_long_wait_is_over(
+    redis_url: str,
+) -> None:
+    """Without webhooks and events the first wait after it came back held `/readyz` at 503 for ten seconds."""
+    async with redis_ports(redis_url) as ports:
+        feed, waits = ports.events, list[float]()
+
+        class Watched:  # what is asked of the feed is noted
+            read, newest = feed.read, feed.newest
+
+            async def wait(self, after: str, timeout_s: float) -> None:
+                waits.append(timeout_s)
+                await feed.wait(after, timeout_s)
+
+        troubles: dict[str, str] = {}
+        watched = dataclasses.replace(ports, events=Watched())
+        loop = asyncio.create_task(webhooks.deliver_webhooks(watched, 1, _Stubborn(""), troubles))
+        with Redis.from_url(redis_url) as redis:
+            async with asyncio.timeout(60):
+                while not waits:  # noqa: ASYNC110 no event tells
+                    await asyncio.sleep(0.01)
+                while not troubles:
+                    redis.client_kill_filter(_type="normal", skipme=True)
+                    await asyncio.sleep(0.01)
+                away = len(waits)
+                while troubles:  # noqa: ASYNC110 as above
+                    await asyncio.sleep(0.01)
+        loop.cancel()
+        await asyncio.gather(loop, return_exceptions=True)
+    assert waits[0] == 10.0
+    assert waits[away] < 1.0
 
 
 @pytest.mark.anyio

@@ -28,6 +28,8 @@ _AT_ONCE: Final = 16
 _AT_ONCE_OF_ONE: Final = 4
 _LOOK_EVERY_S: Final = 2.0
 _LOOK_WITHOUT_ANY_S: Final = 10.0
+# Redis counts as away until a round is over: the first one after that has no long wait at its end.
+_LOOK_AGAIN_S: Final = 0.1
 _LONGEST_WAIT_S: Final = 300.0
 # One event that a receiver never takes must not hold up all that follow it for ever.
 _GIVEN_UP_AFTER_S: Final = 86_400.0
@@ -63,6 +65,7 @@ class _Rounds:
             lambda: asyncio.Semaphore(_AT_ONCE_OF_ONE)
         )
         self._tasks: dict[str, asyncio.Task[None]] = {}
+        self._was_whole = True
 
     async def once(self) -> None:
         """Look who is owed something, then wait for the next event.
@@ -71,6 +74,7 @@ class _Rounds:
             DeposedError: A task found that the term is over.
             StoreUnavailableError: Redis does not answer.
         """
+        was_whole, self._was_whole = self._was_whole, False
         newest = await self._ports.events.newest()
         webhooks = {webhook.id: webhook for webhook in await self._ports.webhooks.every()}
         known = await self._ports.webhooks.deliveries()
@@ -89,7 +93,8 @@ class _Rounds:
             self._tasks[name] = asyncio.create_task(self._catch_up(delivery))
         # A new one has nothing to be sent before the next event.
         rest_s = _LOOK_EVERY_S if webhooks or self._tasks else _LOOK_WITHOUT_ANY_S
-        await self._ports.events.wait(newest, rest_s)
+        await self._ports.events.wait(newest, rest_s if was_whole else _LOOK_AGAIN_S)
+        self._was_whole = True
 
     async def stop(self) -> None:
         """End all tasks."""
