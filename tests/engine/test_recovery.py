@@ -5,7 +5,7 @@ from __future__ import annotations
 import resource
 import warnings
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Protocol, cast
 
@@ -242,6 +242,41 @@ def check_forward_at_once(ctx: RankContext) -> None:
         backward_once(ctx, model)
     assert_nothing_is_left(model)
     fault.remove()
+
+
+def test_a_forward_that_an_exception_stops_gives_what_whole_units_returned(gangs: Gangs) -> None:
+    gangs(2).run(check_stopped)
+
+
+def check_stopped(ctx: RankContext) -> None:
+    """As where features are taken: a hook keeps an output, and may leave the rest of the forward out."""
+    expected, found = (grads_of_kept(ctx, inner, error) for error in (None, InjectedError))
+    assert len(expected) == len(found) > 0
+    assert all(torch.equal(a, b) for a, b in zip(expected, found, strict=True))
+    # From within a unit, whose parameters are freed by then.
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        grads_of_kept(ctx, lambda model: inner(model).down, InjectedError)
+
+
+def grads_of_kept(
+    ctx: RankContext,
+    module_of: Callable[[Decoder], nn.Module],
+    error: type[InjectedError] | None,
+) -> list[torch.Tensor]:
+    """Gradients of a backward from what a module returned, where a hook may have raised at once."""
+    model = shard_decoder(ctx)
+    kept: list[torch.Tensor] = []
+
+    def keep(_: nn.Module, __: object, output: torch.Tensor) -> None:
+        kept.append(output)
+        if error is not None:
+            raise error
+
+    module_of(model).register_forward_hook(keep)
+    with nullcontext() if error is None else pytest.raises(error):
+        model(tokens_of(0, ctx.rank).to(ctx.device))
+    torch.autograd.backward(kept[0].square().sum())
+    return grads_of(model.parameters())
 
 
 def test_a_caught_fault_within_forward_leaves_the_pass_intact(gangs: Gangs) -> None:
