@@ -13,12 +13,16 @@ from typing import Any
 import pytest
 
 from services.contract.messages.facts import Fact, LaunchRefused
-from services.worker.agent.host import removal
+from services.contract.words.ids import checkpoint_id, new_job_id
+from services.worker.agent.host import removal, reserve
 from services.worker.agent.host.folders import AttemptFolder, NodeFolder
 from services.worker.agent.host.removal import remove_tree
+from services.worker.agent.host.reserve import THREADS, in_storage_thread
+from services.worker.agent.storage import shared_files
 from services.worker.agent.storage.job_storage import Storage
 from services.worker.agent.supervisor import Supervisor
 from tests.agent.conftest import JOB, NODE, launch
+from tests.waiting import until
 
 DEEPER_THAN_CALLS_NEST = 1_200
 
@@ -93,7 +97,7 @@ def test_one_call_removes_so_many_levels_and_the_next_ones_the_rest(
 def test_names_that_take_much_memory_are_removed_in_little(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, within: str
 ) -> None:
-    monkeypatch.setattr(removal, "_MOST_NAMES", 500, raising=False)
+    monkeypatch.setattr(removal, "_MOST_NAMES", 500)
     folder = tmp_path / "wide" / within
     folder.mkdir(parents=True)
     for number in range(4_000):
@@ -157,3 +161,40 @@ class Ended:
         return LaunchRefused(job_id=JOB, fence=1, node_id=NODE, reason="any")
 
     def conclude(self, _end: LaunchRefused) -> None: ...
+
+
+def test_removals_that_take_long_keep_no_other_job_from_being_launched(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ranks of sixteen jobs had left a million files: the next launch on their node waited for 45 s, as would a commit."""
+    released = threading.Event()
+
+    def take_long(folder: Path) -> None:
+        released.wait()
+        remove_tree(folder)
+
+    monkeypatch.setattr(shared_files, "remove_tree", take_long)
+    monkeypatch.setattr(reserve, "REMOVED_WITHIN_S", 0.0)
+    storage = Storage(tmp_path, NODE)
+    jobs = [new_job_id(1_700_000_000_000, bytes([n] * 10)) for n in range(THREADS + 1)]
+    left = [tmp_path / job / "shards" / checkpoint_id(job, 1, 1) for job in jobs]
+    for folder in left:
+        folder.mkdir(parents=True)
+
+    async def open_all() -> None:
+        async with asyncio.timeout(30):
+            await asyncio.gather(
+                *(
+                    in_storage_thread(
+                        storage.open_attempt, launch(2).model_copy(update={"job_id": job})
+                    )
+                    for job in jobs
+                )
+            )
+        assert all(folder.exists() for folder in left)
+
+    try:
+        asyncio.run(open_all())
+    finally:
+        released.set()
+    until(lambda: not any(folder.exists() for folder in left))

@@ -1,16 +1,20 @@
 """Deletions of checkpoints that the storage refuses are tried again by the agent, also once the job has ended."""
 
 import asyncio
+import threading
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from services.contract.messages.commands import PurgeJob, RetireCheckpoint
-from services.contract.messages.facts import CheckpointRetired, Fact, JobPurged
+from services.contract.messages.facts import CheckpointLinked, CheckpointRetired, Fact, JobPurged
 from services.contract.storage.manifests import Manifest
+from services.worker.agent.host import reserve
 from services.worker.agent.host.folders import NodeFolder
+from services.worker.agent.host.removal import remove_tree
 from services.worker.agent.node_commands import NodeCommands
+from services.worker.agent.storage import shared_files
 from services.worker.agent.storage.job_storage import purge
 from services.worker.agent.supervisor import Supervisor
 from tests.agent.conftest import JOB, NODE, launch
@@ -130,6 +134,46 @@ def test_where_the_storage_is_not_mounted_for_a_while_no_removal_is_forgotten(
         assert isinstance(told, CheckpointRetired)
 
     asyncio.run(carry_out())
+
+
+def test_a_removal_that_takes_long_goes_on_while_its_job_commits_and_its_end_is_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    released, removed = threading.Event(), []
+
+    def take_long(folder: Path) -> None:
+        released.wait()
+        remove_tree(folder)
+        removed.append(folder.name)
+
+    monkeypatch.setattr(shared_files, "remove_tree", take_long)
+    monkeypatch.setattr(reserve, "REMOVED_WITHIN_S", 0.0)
+    place = Place(tmp_path / "storage", None, "")
+    storage = place.on(NODE)
+    storage.open_attempt(launch(1))
+    old, new = place.save(NODE, 1), place.save(NODE, 2)
+    storage.commit(commit(old))
+    nothing: Any = None
+    node = NodeCommands(NODE, storage, nothing, nothing, nothing, nothing)
+
+    async def carry_out() -> None:
+        async with asyncio.timeout(30):
+            assert await node.to(removal(old), lambda: False) == ()
+            (linked,) = await node.to(commit(new), lambda: False)
+            assert isinstance(linked, CheckpointLinked)
+            assert await node.remove_again(removal(old)) == ()
+            assert not removed
+            released.set()
+            monkeypatch.setattr(reserve, "REMOVED_WITHIN_S", 30.0)
+            (told,) = await node.remove_again(*node.refused_removals)
+            assert isinstance(told, CheckpointRetired)
+
+    try:
+        asyncio.run(carry_out())
+    finally:
+        released.set()
+    assert removed == [old.checkpoint_id]
+    assert not node.refused_removals
 
 
 def test_what_a_newer_attempt_asked_for_meanwhile_counts(
