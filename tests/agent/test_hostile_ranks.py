@@ -52,7 +52,7 @@ from services.worker.agent.storage.shared_files import FolderFiles
 from services.worker.agent.supervisor import Supervisor
 from services.worker.agent.telemetry import gang_logs, log_tail
 from services.worker.agent.telemetry.gang_telemetry import step_record
-from services.worker.agent.telemetry.log_tail import FILE_BYTES
+from services.worker.agent.telemetry.log_tail import FILE_BYTES, LogTail
 from tests.agent.conftest import (
     FOREVER,
     JOB,
@@ -248,6 +248,73 @@ def test_of_logs_that_are_too_long_the_last_part_of_one_is_kept_at_a_look(
         assert len(list(tmp_path.glob("*.1"))) == kept
         # What was kept a moment ago is started over at once.
         assert [log.stat().st_size <= FILE_BYTES for log in logs].count(True) == kept
+
+
+def test_of_logs_that_take_long_to_mask_one_is_at_a_time_and_a_short_one_waits_for_none(
+    tmp_path: Path,
+) -> None:
+    """Each thread that masks has the agent's loop wait for its turn: 24 ranks had it 5 s late, and a job stopped after 14 s."""
+    lines = {}
+    for rank, line in enumerate(("short\n", "x" * 20_000 + "\n")):
+        (tmp_path / f"{rank}.log").write_text(line)
+    masked: list[bool] = []
+
+    class Noting(Mask):
+        def text(self, text: str) -> str:
+            masked.append(log_tail.ONE_AT_A_TIME.locked())
+            return text
+
+    def read(rank: int) -> None:
+        lines[rank] = LogTail(tmp_path / f"{rank}.log", Noting({})).read(10)
+
+    threads = [threading.Thread(target=read, args=(rank,)) for rank in (0, 1)]
+    with log_tail.ONE_AT_A_TIME:
+        for thread in threads:
+            thread.start()
+        threads[0].join()
+        assert list(lines) == [0]
+    threads[1].join()
+    assert [len(lines[rank]) for rank in (0, 1)] == [1, 1]
+    assert masked == [True, True]  # by the test; by its own thread
+    read(0)
+    assert masked[-1] is False
+
+
+def test_the_loop_does_not_wait_again_for_logs_that_took_long(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now, waits = [0.0], [0]
+
+    class Counting(threading.Event):
+        def wait(self, timeout: float | None = None) -> bool:
+            waits[0] += 1
+            return super().wait(timeout)
+
+    monkeypatch.setattr(
+        gang_logs, "time", SimpleNamespace(monotonic=lambda: now[0], time_ns=time.time_ns)
+    )
+    monkeypatch.setattr(gang_logs, "threading", SimpleNamespace(Event=Counting))
+    seconds = [1.0]
+
+    class Slow(Mask):
+        def text(self, text: str) -> str:
+            now[0] += seconds[0]
+            return text
+
+    log = tmp_path / "rank-0.stdout.log"
+    logs = watched(tmp_path)._logs
+    for tail in logs._tails.values():
+        tail._mask = Slow({})
+
+    def take() -> int:
+        with log.open("a") as file:
+            file.write("a line\n")
+        assert len(logs.take(last=False)) == 1
+        return waits[0]
+
+    assert [take(), take(), take()] == [1, 1, 1]
+    seconds[0] = 0.0
+    assert [take(), take(), take()] == [1, 2, 3]
 
 
 def gang_of(

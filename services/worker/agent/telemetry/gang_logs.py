@@ -33,6 +33,7 @@ class _Reading:
     def __init__(self) -> None:
         self.done = threading.Event()
         self.lines: tuple[LogLine, ...] = ()
+        self.is_slow = False
 
 
 class GangLogs:
@@ -66,6 +67,7 @@ class GangLogs:
         self._is_cutting = False
         self._look_at = 0.0
         self._reading: _Reading | None = None
+        self._was_slow = False
         self._ended_at: float | None = None
 
     def take(self, *, last: bool) -> tuple[LogLine, ...]:
@@ -77,7 +79,7 @@ class GangLogs:
             self._reading = self._begun(last=last)
         if not self._reading.done.is_set():
             return ()
-        lines, self._reading = self._reading.lines, None
+        lines, self._was_slow, self._reading = self._reading.lines, self._reading.is_slow, None
         return lines
 
     def drained(self) -> bool:
@@ -111,7 +113,9 @@ class GangLogs:
             self._beside(read)
         except RuntimeError:  # ranks may have taken all threads
             read()
-        reading.done.wait(_READ_WITHIN_S)
+        # In the loop: for each of many gangs whose ranks write what takes long that would be seconds at each beat.
+        if not self._was_slow:
+            reading.done.wait(_READ_WITHIN_S)
         return reading
 
     def _is_late(self) -> bool:
@@ -129,6 +133,7 @@ class GangLogs:
 
     def _read(self, into: _Reading, *, last: bool) -> None:
         lines: list[LogLine] = []
+        began = time.monotonic()
         # In turns, so that one rank's flood does not silence the others.
         reading = deque(self._tails)
         try:
@@ -152,4 +157,5 @@ class GangLogs:
                     reading.append(key)
         finally:
             into.lines = tuple(lines)
+            into.is_slow = time.monotonic() - began > _READ_WITHIN_S
             into.done.set()

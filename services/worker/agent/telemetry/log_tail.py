@@ -29,6 +29,10 @@ KEPT_EVERY_S: Final = 10.0
 """It is kept so often at most: a rank can make its file long at no cost, as often as it likes."""
 IN_USE_WITHIN_S: Final = 2.0
 """For so long after the end of all ranks a file is waited for that another thread reads or starts over."""
+ONE_AT_A_TIME: Final = threading.Lock()
+"""Held while lines are made of much that was read, which is work of the processor: of many threads that do so at once
+each has the agent's loop wait for its turn, at whatever that does."""
+_LITTLE_BYTES: Final = 1 << 13  # takes milliseconds, and waits for nobody's much
 _LOOKS_FOR_GROWTH: Final = 10
 _LOOK_S: Final = 0.01
 _BLOCK: Final = 512
@@ -108,7 +112,8 @@ class LogTail:
             return []
         self._unreadable = False
         last = last and self._offset + len(chunk) >= size
-        return lines + self._lines(chunk, limit - len(lines), last=last)
+        with ONE_AT_A_TIME if len(chunk) > _LITTLE_BYTES else contextlib.nullcontext():
+            return lines + self._lines(chunk, limit - len(lines), last=last)
 
     def is_too_long(self) -> bool:
         """Whether the file is to be started over."""
