@@ -278,6 +278,10 @@ def test_of_logs_that_take_long_to_mask_one_is_at_a_time_and_a_short_one_waits_f
     assert masked == [True, True]  # by the test; by its own thread
     read(0)
     assert masked[-1] is False
+    ended = LogTail(tmp_path / "1.log", Noting({}))
+    with log_tail.ONE_AT_A_TIME:
+        ended.end()
+        assert len(ended.read(10)) == 1
 
 
 def test_the_loop_does_not_wait_again_for_logs_that_took_long(

@@ -11,6 +11,7 @@ import os
 import re
 import threading
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import BinaryIO, Final, Literal, NamedTuple
 
@@ -32,6 +33,7 @@ IN_USE_WITHIN_S: Final = 2.0
 ONE_AT_A_TIME: Final = threading.Lock()
 """Held while lines are made of much that was read, which is work of the processor: of many threads that do so at once
 each has the agent's loop wait for its turn, at whatever that does."""
+_LOOKS_FOR_THE_END_S: Final = 0.25
 _LITTLE_BYTES: Final = 1 << 13  # takes milliseconds, and waits for nobody's much
 _LOOKS_FOR_GROWTH: Final = 10
 _LOOK_S: Final = 0.01
@@ -112,8 +114,20 @@ class LogTail:
             return []
         self._unreadable = False
         last = last and self._offset + len(chunk) >= size
-        with ONE_AT_A_TIME if len(chunk) > _LITTLE_BYTES else contextlib.nullcontext():
+        with self._turn(len(chunk)):
             return lines + self._lines(chunk, limit - len(lines), last=last)
+
+    @contextlib.contextmanager
+    def _turn(self, size: int) -> Iterator[None]:
+        """Within, lines are made of ``size`` bytes. Once its ranks have ended it waits no longer: its gang would end without them."""
+        has_turn = False
+        while size > _LITTLE_BYTES and self._ended_at is None and not has_turn:
+            has_turn = ONE_AT_A_TIME.acquire(timeout=_LOOKS_FOR_THE_END_S)
+        try:
+            yield
+        finally:
+            if has_turn:
+                ONE_AT_A_TIME.release()
 
     def is_too_long(self) -> bool:
         """Whether the file is to be started over."""
