@@ -291,6 +291,66 @@ async def test_answers_are_sent_without_waiting_for_more() -> None:
 
 
 @pytest.mark.anyio
+@pytest.mark.parametrize(
+    ("sent", "status"),
+    [(b"GARBAGE\r\n\r\n", b"400"), (b"GET / HTTP/1.1\r\n" + b"a: b\r\n" * 101 + b"\r\n", b"431")],
+)
+async def test_few_connections_are_refused_in_one_round_of_the_loop(
+    sent: bytes, status: bytes
+) -> None:
+    async with served(ConnectionLimits()) as server:
+        with contextlib.ExitStack() as stack:
+            clients = [
+                stack.enter_context(socket.create_connection(server.address)) for _ in range(60)
+            ]
+            await sooner_or_later(lambda: len(server.state.connections) == len(clients))
+            for client in clients:
+                client.setblocking(False)  # noqa: FBT003 the socket's own
+                client.send(sent)
+            waiting, most = set(clients), 0
+            async with asyncio.timeout(30):
+                while waiting:
+                    await asyncio.sleep(0)
+                    answered_now = {each for each in waiting if has_come(each, status)}
+                    waiting -= answered_now
+                    most = max(most, len(answered_now))
+            assert most <= 16, "hundreds of connections make a round take a third of a second"
+
+
+def has_come(client: socket.socket, status: bytes) -> bool:
+    """Whether an answer is here; it has that status."""
+    try:
+        answer = client.recv(65_536)
+    except BlockingIOError:
+        return False
+    assert answer.startswith(b"HTTP/1.1 " + status)
+    return True
+
+
+@pytest.mark.anyio
+async def test_chunks_of_few_connections_are_parsed_in_one_round_of_the_loop() -> None:
+    chunks = b"1\r\na\r\n" * 400
+    parts: list[int] = []
+    async with served(ConnectionLimits(), parts) as server:
+        with contextlib.ExitStack() as stack:
+            clients = [
+                stack.enter_context(socket.create_connection(server.address)) for _ in range(60)
+            ]
+            await sooner_or_later(lambda: len(server.state.connections) == len(clients))
+            for client in clients:
+                client.send(
+                    b"POST / HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n" + chunks
+                )
+            most = 0
+            async with asyncio.timeout(30):
+                while sum(parts) < 400 * len(clients):
+                    before = len(parts)
+                    await asyncio.sleep(0)
+                    most = max(most, len(parts) - before)
+            assert most <= 8, "hundreds of connections make a round take a second"
+
+
+@pytest.mark.anyio
 async def test_who_does_not_read_the_answer_is_let_go() -> None:
     async with served(ConnectionLimits(request_s=0.2)) as server:
         with socket.create_connection(server.address) as client:

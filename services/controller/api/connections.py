@@ -3,9 +3,11 @@
 import asyncio
 import asyncio.sslproto
 import contextlib
+import functools
 import re
 import socket
-from collections.abc import Iterator
+from collections import deque
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from http import HTTPStatus
 from typing import Any, ClassVar, Final
@@ -25,9 +27,10 @@ _TOO_MANY_LINES: Final = b"HTTP/1.1 431 Request Header Fields Too Large\r\nConte
 _MOST_LINES: Final = 100
 # As h11 looks for it.
 _END_OF_HEAD: Final = re.compile(rb"\n\r?\n")
-# So much is read at a time: that many bytes of chunks of one byte take a thousandth of a second to parse, and each of
-# 512 connections may have such in one round of the loop, which also renews the lead.
+# So much is read at a time: that many bytes of chunks of one byte take three thousandths of a second to parse.
 _READ_BYTES: Final = 1_024
+# Of hundreds of connections with such chunks one round of the loop would take a second; an operator's request takes ten.
+_CHUNKED_A_ROUND: Final = 4
 # Of a body whose length was announced there is nothing to parse: no more than is left of it, for what comes behind it may
 # be in chunks.
 _READ_BYTES_OF_A_BODY: Final = 1 << 16
@@ -40,6 +43,9 @@ _CONTENT_FOR_A_FRAMING_BYTE: Final = 64
 # Behind TLS so much is read at a time, which is as much as one of its records holds.
 _ENCRYPTED_BYTES: Final = 1 << 14
 _PIECE_BYTES: Final = 1 << 16
+# Hundreds of connections whose clients come back at once have one refused on each in every round of the loop, which then
+# takes a third of a second; an operator's request takes ten rounds.
+_REFUSED_A_ROUND: Final = 8
 
 
 @dataclass(frozen=True)
@@ -56,6 +62,32 @@ class ConnectionLimits:
     unread_bytes: int = 1 << 28
 
 
+class FewARound:
+    """Does what it is given in the order in which that came, a few in each round of the loop.
+
+    Args:
+        most: So many.
+    """
+
+    def __init__(self, most: int) -> None:
+        self._most = most
+        self._waiting: deque[Callable[[], None]] = deque()
+
+    def add(self, loop: asyncio.AbstractEventLoop, do: Callable[[], None]) -> None:
+        """Have it done in a later round."""
+        self._waiting.append(do)
+        if len(self._waiting) == 1:
+            loop.call_soon(self._work, loop)
+
+    def _work(self, loop: asyncio.AbstractEventLoop) -> None:
+        some = [self._waiting.popleft() for _ in range(min(self._most, len(self._waiting)))]
+        # Before the work: if that fails, the others still have their turn.
+        if self._waiting:
+            loop.call_soon(self._work, loop)
+        for do in some:
+            do()
+
+
 class BoundedProtocol(H11Protocol):
     """HTTP/1.1 by uvicorn, with a deadline for each request and a bound of connections.
 
@@ -65,18 +97,26 @@ class BoundedProtocol(H11Protocol):
     """
 
     limits: ClassVar = ConnectionLimits()
+    refusals: ClassVar = FewARound(_REFUSED_A_ROUND)
+    chunked: ClassVar = FewARound(_CHUNKED_A_ROUND)
     _deadline: asyncio.TimerHandle | None = None
     _stalled: asyncio.TimerHandle | None = None
     _framing_bytes: int = 0
     _left: int = 0
     _lines: int = 0
     _last_bytes: bytes = b""
+    _pending: bytes = b""
     _is_refused: bool = False
 
     @classmethod
     def within(cls, limits: ConnectionLimits) -> type[H11Protocol]:
         """The protocol with other limits; uvicorn takes a class, and makes its objects by itself."""
-        return type(cls.__name__, (cls,), {"limits": limits})
+        own = {
+            "limits": limits,
+            "refusals": FewARound(_REFUSED_A_ROUND),
+            "chunked": FewARound(_CHUNKED_A_ROUND),
+        }
+        return type(cls.__name__, (cls,), own)
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override] # as in uvicorn
         """Take the connection, if need be in place of one whose client keeps it waiting."""
@@ -91,12 +131,48 @@ class BoundedProtocol(H11Protocol):
         self._watch()
 
     def data_received(self, data: bytes) -> None:
-        """Take a part of a request; the first one starts the request's deadline."""
+        """Take a part of a request; the first one starts the request's deadline. Chunks have to wait for their turn."""
         if self._is_refused:
             return
-        if self._has_many_lines(data):
-            self._answer_last(_TOO_MANY_LINES)
+        if self._is_amid_chunks():
+            self._take_later(data)
             return
+        head, rest = self._parted(data)
+        if self._has_many_lines(data):
+            self._answer_last(lambda: _TOO_MANY_LINES)
+            return
+        self._take(head)
+        if rest and not self._is_refused:
+            take = self._take_later if self._is_amid_chunks() else self._take
+            take(rest)
+
+    def _parted(self, data: bytes) -> tuple[bytes, bytes]:
+        """What of it belongs to a head, and what is behind."""
+        if self.conn.their_state is not h11.IDLE:
+            return data, b""
+        end = _END_OF_HEAD.search(self._last_bytes + data)
+        size = len(data) if end is None else end.end() - len(self._last_bytes)
+        return data[:size], data[size:]
+
+    def _is_amid_chunks(self) -> bool:
+        return self.conn.their_state is h11.SEND_BODY and self._is_in_chunks()
+
+    def _take_later(self, data: bytes) -> None:
+        """Nothing more is read until it is taken, unless whoever gets the body has that resumed."""
+        self._pending += data
+        self.transport.pause_reading()
+        if len(self._pending) == len(data):
+            self.chunked.add(self.loop, self._take_pending)
+
+    def _take_pending(self) -> None:
+        data, self._pending = self._pending, b""
+        if self._is_refused or self.transport.is_closing():
+            return
+        self._take(data)
+        if not self.flow.read_paused:
+            self.transport.resume_reading()
+
+    def _take(self, data: bytes) -> None:
         cycle: RequestResponseCycle | None = self.cycle
         before = self._taken()
         if (
@@ -107,7 +183,7 @@ class BoundedProtocol(H11Protocol):
             self._deadline = _cancel(self._deadline)  # that of an idle connection: a request begins
         with self._no_second_answer():
             super().data_received(data)
-        if self.conn.their_state is h11.SEND_BODY and self._is_in_chunks():
+        if self._is_amid_chunks():
             content = self._taken() - (before if self.cycle is cycle else 0)
             granted = content // _CONTENT_FOR_A_FRAMING_BYTE
             self._framing_bytes = max(0, self._framing_bytes + len(data) - content - granted)
@@ -138,6 +214,9 @@ class BoundedProtocol(H11Protocol):
 
     def send_400_response(self, msg: str) -> None:
         """A problem as any other, which the client gets although it may still send."""
+        self._answer_last(functools.partial(self._bad_request, msg))
+
+    def _bad_request(self, msg: str) -> bytes:
         status = HTTPStatus.BAD_REQUEST
         problem = Problem(
             type=f"{PROBLEM_TYPE_BASE}bad-request",
@@ -155,25 +234,32 @@ class BoundedProtocol(H11Protocol):
             h11.Data(data=problem.model_dump_json().encode()),
             h11.EndOfMessage(),
         )
-        self._answer_last(b"".join(self.conn.send(part) or b"" for part in parts))
+        return b"".join(self.conn.send(part) or b"" for part in parts)
 
-    def _answer_last(self, answer: bytes) -> None:
+    def _answer_last(self, answer: Callable[[], bytes]) -> None:
         """Pass over what comes until the client ends the connection, or its time is over.
 
-        One that is closed with bytes unread is reset, and the client may lose the answer.
+        One that is closed with bytes unread is reset, and the client may lose the answer. That is made when it is sent,
+        which is of few in one round of the loop.
         """
         self._is_refused = True
         cycle: RequestResponseCycle | None = self.cycle
         if cycle is not None:  # whoever works on the request would answer it, too
             cycle.disconnected = True
             cycle.message_event.set()
-        self.transport.write(answer)
-        if self.transport.can_write_eof():
+        self.refusals.add(self.loop, functools.partial(self._end_with, answer))
+        self._watch()
+
+    def _end_with(self, answer: Callable[[], bytes]) -> None:
+        if self.transport.is_closing():  # the client has gone, or its time was over
+            return
+        with self._no_second_answer():
+            self.transport.write(answer())
+            if not self.transport.can_write_eof():
+                self.transport.close()
+                return
             with contextlib.suppress(OSError):  # the client has reset the connection
                 self.transport.write_eof()
-        else:
-            self.transport.close()
-        self._watch()
 
     @contextlib.contextmanager
     def _no_second_answer(self) -> Iterator[None]:
