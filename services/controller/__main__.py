@@ -55,10 +55,11 @@ from services.controller.use_cases.plans import Drawing
 _log = structlog.get_logger()
 _GRACE_S = 1
 _TICK_S = 1.0
-# As many wait to be accepted as the kernel keeps for us. Of those so many are accepted at a time, for only then is seen
-# how many are open: all at once would take every descriptor, whatever MESHLOOM_MAX_CONNECTIONS says.
+# As many wait to be accepted as the kernel keeps for us. Of those so many are accepted in a round of the loop, for only
+# then is seen how many are open: all at once would take every descriptor, whatever MESHLOOM_MAX_CONNECTIONS says. And a
+# request takes ten rounds, in which as many must not come as there may be: it would give way to them.
 _WAITING = 512
-_ACCEPTED_AT_A_TIME = 64
+_ACCEPTED_AT_A_TIME = 8
 
 
 class ControllerServer(uvicorn.Server):
@@ -76,6 +77,7 @@ class ControllerServer(uvicorn.Server):
         stopping: asyncio.Event,
         certificate: ServerCertificate | None = None,
     ) -> None:
+        config.backlog = _ACCEPTED_AT_A_TIME
         super().__init__(config)
         self._stopping = stopping
         self._certificate = certificate
@@ -224,7 +226,6 @@ async def serve(
             lifespan="off",
             server_header=False,
             timeout_graceful_shutdown=_GRACE_S,
-            backlog=_ACCEPTED_AT_A_TIME,
             http=(BoundedProtocol if certificate is None else BoundedTlsProtocol).within(
                 ConnectionLimits(settings.request_timeout_s, settings.max_connections)
             ),

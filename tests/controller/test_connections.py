@@ -19,6 +19,7 @@ import uvicorn
 from starlette.types import Receive, Scope, Send
 from uvicorn.server import ServerState
 
+from services.controller.__main__ import ControllerServer
 from services.controller.api.connections import (
     BoundedProtocol,
     BoundedTlsProtocol,
@@ -288,6 +289,32 @@ async def test_answers_are_sent_without_waiting_for_more() -> None:
             (connection,) = server.state.connections
             accepted = connection.transport.get_extra_info("socket")
             assert accepted.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY) == 1
+
+
+@pytest.mark.anyio
+async def test_few_connections_are_accepted_in_one_round_of_the_loop() -> None:
+    async def silent(_scope: Scope, _receive: Receive, _send: Send) -> None:
+        raise AssertionError("nobody asks")
+
+    config = uvicorn.Config(silent, log_config=None, lifespan="off", ws="none")
+    config.load()
+    server = ControllerServer(config, asyncio.Event())
+    server.lifespan = config.lifespan_class(config)
+    connections = server.server_state.connections
+    listener = socket.create_server(("127.0.0.1", 0), backlog=100)
+    with contextlib.ExitStack() as stack:
+        for _ in range(60):
+            stack.enter_context(socket.create_connection(listener.getsockname()))
+        starting = asyncio.create_task(server.startup([listener]))
+        most = 0
+        async with asyncio.timeout(30):
+            while len(connections) < 60:
+                before = len(connections)
+                await asyncio.sleep(0)
+                most = max(most, len(connections) - before)
+        await starting
+    await server.shutdown([listener])
+    assert most <= 16, "in the ten rounds that a request takes more would come than there may be"
 
 
 @pytest.mark.anyio
