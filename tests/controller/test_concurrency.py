@@ -80,7 +80,8 @@ class Crowd:
         name = scope["state"]["principal"].subject
         self.present[name] = self.present.get(name, 0) + 1
         self.most[name] = max(self.most.get(name, 0), self.present[name])
-        await asyncio.sleep(0)
+        for _ in range(20):  # in each round of the loop one more begins
+            await asyncio.sleep(0)
         self.present[name] -= 1
         await send({"type": "http.response.start", "status": 200, "headers": []})
         if scope["path"] == "/stream":
@@ -141,6 +142,42 @@ async def test_a_subject_has_no_more_than_its_share_of_the_connections(
     assert answers.count(("max", 429)) == 500 - 128
     assert answers.count(("max", 200)) == 128
     assert ("mia", 200) in answers
+
+
+async def test_few_requests_begin_or_are_refused_in_one_round_of_the_loop() -> None:
+    begun, refused = list[str](), 0
+
+    async def app(scope: Scope, _receive: Receive, send: Send) -> None:
+        begun.append(scope["state"]["principal"].subject)
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        await send({"type": "http.response.body"})
+
+    async def count(message: Message) -> None:
+        nonlocal refused
+        refused += message.get("status") == 429
+
+    shares = Shares(app)
+
+    async def ask(subject: str) -> None:
+        asks = Principal(subject=subject, scope=TokenScope.SUBMITTER)
+        state = {"principal": asks, "request_id": "r"}
+        # Of plans eight of one subject at a time would be few: they wait for a node.
+        scope = {"type": "http", "method": "POST", "path": "/v1/plans", "headers": []}
+        await shares({**scope, "state": state}, _nothing, count)
+
+    names = [name for name in ("max", "moe", "mo") for _ in range(160)] + ["mia"]
+    requests = [asyncio.create_task(ask(name)) for name in names]
+    a_round = []
+    while not all(each.done() for each in requests):
+        before = len(begun), refused
+        await asyncio.sleep(0)
+        a_round.append((len(begun) - before[0], refused - before[1]))
+    assert len(begun) == 3 * 128 + 1
+    assert refused == 3 * 32
+    assert "mia" in begun[:8], "she waits for one of each of the others"
+    begins, refusals = (max(counts) for counts in zip(*a_round, strict=True))
+    assert begins <= 2, "hundreds of connections make a round take a second"
+    assert refusals <= 8
 
 
 @pytest.mark.parametrize("path", ["/healthz", "/v1/jobs"])

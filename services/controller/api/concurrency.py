@@ -18,6 +18,9 @@ from services.controller.api.uploads import is_code
 _AT_ONCE: Final = 8
 # Each that waits has one of the connections, of which there are 512 unless the settings say otherwise.
 _WAITING_AT_MOST: Final = 128
+# Hundreds of connections, each opened again once it has its answer, are refused as often as they ask; an operator's
+# request takes ten rounds of the loop.
+_REFUSED_A_ROUND: Final = 2
 # Parsing takes a third of it: other work of that round of the loop, or a process that was stopped meanwhile, is
 # nothing that others have to be given time for.
 _LONGEST_PAUSE_S_A_BYTE: Final = 4e-6
@@ -28,13 +31,16 @@ _MAKES_A_PLAN: Final = ("POST", "/v1/plans")
 class Shares:
     """ASGI middleware: lets eight requests of a subject work at a time, until their answers begin.
 
-    Of those that wait, and of streams, it has 128 at most: a further request gets 429. Those without a subject are short. Uploads have bounds of their own.
+    Of all subjects one begins in each round of the loop, the subjects in turn.
+    Of those that wait, and of streams, a subject has 128 at most: a further request gets 429. Those without a subject are short. Uploads have bounds of their own.
     """
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
         self._slots: dict[str, asyncio.Semaphore] = {}
         self._asking: Counter[str] = Counter()
+        self._begun = Turns()
+        self._refused = asyncio.Semaphore(_REFUSED_A_ROUND)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Pass the request on once there is a slot."""
@@ -49,6 +55,8 @@ class Shares:
                 headers={"Retry-After": "1"},
                 scope=scope,
             )
+            async with self._refused:
+                await asyncio.sleep(0)
             await refusal(scope, receive, send)
             return
         slots = self._slots.setdefault(asks.subject, asyncio.Semaphore(_AT_ONCE))
@@ -69,6 +77,8 @@ class Shares:
             if (scope["method"], scope["path"]) != _MAKES_A_PLAN:
                 await slots.acquire()
                 holds = True
+            async with self._begun.of(asks.subject):  # no other begins in this round
+                await asyncio.sleep(0)
             await self._app(scope, receive, send_noted)
         finally:
             give_back()
