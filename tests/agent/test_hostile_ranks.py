@@ -250,38 +250,52 @@ def test_of_logs_that_are_too_long_the_last_part_of_one_is_kept_at_a_look(
         assert [log.stat().st_size <= FILE_BYTES for log in logs].count(True) == kept
 
 
-def test_of_logs_that_take_long_to_mask_one_is_at_a_time_and_a_short_one_waits_for_none(
-    tmp_path: Path,
+def test_of_logs_that_take_long_to_mask_one_is_at_a_time_and_another_waits_for_none(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Each thread that masks has the agent's loop wait for its turn: 24 ranks had it 5 s late, and a job stopped after 14 s."""
-    lines = {}
-    for rank, line in enumerate(("short\n", "x" * 20_000 + "\n")):
-        (tmp_path / f"{rank}.log").write_text(line)
+    worked_s = 0.0
+    monkeypatch.setattr(
+        log_tail,
+        "time",
+        SimpleNamespace(monotonic=lambda: 0.0, thread_time=lambda: worked_s),
+    )
     masked: list[bool] = []
 
     class Noting(Mask):
         def text(self, text: str) -> str:
+            nonlocal worked_s
             masked.append(log_tail.ONE_AT_A_TIME.locked())
+            worked_s += 1.0 if text.startswith("long") else 0.0
             return text
 
-    def read(rank: int) -> None:
-        lines[rank] = LogTail(tmp_path / f"{rank}.log", Noting({})).read(10)
+    tails = [LogTail(tmp_path / f"{rank}.log", Noting({})) for rank in range(2)]
+    lines: dict[int, int] = {}
 
-    threads = [threading.Thread(target=read, args=(rank,)) for rank in (0, 1)]
+    def write_and_read(rank: int, line: str, *, waits: bool = True) -> int:
+        with (tmp_path / f"{rank}.log").open("a") as file:
+            file.write(f"{line}\n")
+        lines[rank] = len(tails[rank].read(10, waits=waits))
+        return lines[rank]
+
+    assert [write_and_read(0, "x" * 20_000), write_and_read(1, "long")] == [1, 1]
+    lines.clear()
+    waiting = threading.Thread(target=write_and_read, args=(1, "short"))
     with log_tail.ONE_AT_A_TIME:
-        for thread in threads:
-            thread.start()
-        threads[0].join()
-        assert list(lines) == [0]
-    threads[1].join()
-    assert [len(lines[rank]) for rank in (0, 1)] == [1, 1]
-    assert masked == [True, True]  # by the test; by its own thread
-    read(0)
-    assert masked[-1] is False
-    ended = LogTail(tmp_path / "1.log", Noting({}))
+        waiting.start()
+        assert write_and_read(0, "x" * 20_000) == 1
+        assert 1 not in lines
+    waiting.join()
+    assert lines[1] == 1
+    assert masked == [False, False, True, True]  # by the test; by its own thread
     with log_tail.ONE_AT_A_TIME:
-        ended.end()
-        assert len(ended.read(10)) == 1
+        assert write_and_read(1, "in the agent's loop", waits=False) == 1
+        with (tmp_path / "1.log").open("a") as file:
+            file.write("its ranks have ended\n")
+        tails[1].end()
+        assert len(tails[1].read(10)) == 1
+    assert log_tail.ONE_AT_A_TIME.acquire(blocking=False)
+    log_tail.ONE_AT_A_TIME.release()
 
 
 def test_the_loop_does_not_wait_again_for_logs_that_took_long(

@@ -537,6 +537,24 @@ async def test_answers_behind_tls_that_nobody_reads_are_counted_and_let_go(
 
 
 @pytest.mark.anyio
+async def test_behind_tls_a_last_chunk_counts_though_the_client_ends_the_connection_with_it(
+    tls: tuple[ssl.SSLContext, ssl.SSLContext],
+) -> None:
+    ours, theirs = tls
+    parts: list[int] = []
+    async with served(ConnectionLimits(), parts, tls=ours) as server:
+        _, writer = await asyncio.open_connection(
+            *server.address, ssl=theirs, server_hostname="localhost"
+        )
+        writer.write(b"POST / HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n1\r\na\r\n")
+        await sooner_or_later(lambda: sum(parts) == 1)
+        writer.write(b"1\r\nb\r\n0\r\n\r\n")
+        writer.close()
+        await sooner_or_later(lambda: not server.state.connections)
+        assert sum(parts) == 2
+
+
+@pytest.mark.anyio
 async def test_who_is_refused_behind_tls_keeps_no_descriptor(
     tls: tuple[ssl.SSLContext, ssl.SSLContext],
 ) -> None:

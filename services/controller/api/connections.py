@@ -81,7 +81,7 @@ class FewARound:
 
     def _work(self, loop: asyncio.AbstractEventLoop) -> None:
         some = [self._waiting.popleft() for _ in range(min(self._most, len(self._waiting)))]
-        # Before the work: if that fails, the others still have their turn.
+        # Before the work: if that fails, those that still wait have their turn.
         if self._waiting:
             loop.call_soon(self._work, loop)
         for do in some:
@@ -166,11 +166,15 @@ class BoundedProtocol(H11Protocol):
 
     def _take_pending(self) -> None:
         data, self._pending = self._pending, b""
-        if self._is_refused or self.transport.is_closing():
+        if not data or self._is_refused or self.transport.is_closing():
             return
         self._take(data)
         if not self.flow.read_paused:
             self.transport.resume_reading()
+
+    def eof_received(self) -> None:
+        """Take what waits for its turn: behind TLS this comes although reading is paused, and then the connection is closed."""
+        self._take_pending()
 
     def _take(self, data: bytes) -> None:
         cycle: RequestResponseCycle | None = self.cycle

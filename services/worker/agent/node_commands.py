@@ -29,7 +29,7 @@ from services.contract.messages.facts import (
 )
 from services.contract.messages.probing import MeasureNode, ModelProbed, ProbeModel
 from services.contract.storage.commit_chain import ChainError
-from services.worker.agent.host.reserve import in_storage_thread
+from services.worker.agent.host.reserve import in_removing_thread, in_storage_thread
 from services.worker.agent.probes.prober import Prober
 from services.worker.agent.probes.self_test import SelfTest
 from services.worker.agent.storage.exporter import Exporter
@@ -129,7 +129,7 @@ class NodeCommands:
             case RetireCheckpoint():
                 facts = await self._retire(command)
             case RemoveTraces():
-                await in_storage_thread(self._storage.remove_traces, command)
+                await in_removing_thread(self._storage.remove_traces, command)
                 facts = ()
             case VerifyCheckpoint():
                 facts = await in_storage_thread(self._storage.verify, command)
@@ -137,7 +137,7 @@ class NodeCommands:
                 for checkpoint_id, each in tuple(self._refused.items()):
                     if each.job_id == command.job_id:
                         del self._refused[checkpoint_id]
-                facts = (await in_storage_thread(purge, self._storage, command, self._node_id),)
+                facts = (await in_removing_thread(purge, self._storage, command, self._node_id),)
         return facts
 
     def refusal(self, body: str, why: str) -> Fact | None:
@@ -202,7 +202,7 @@ class NodeCommands:
     async def _retire(self, command: RetireCheckpoint) -> Sequence[Fact]:
         self._refused.pop(command.checkpoint_id, None)
         try:
-            return await in_storage_thread(self._storage.retire, command)
+            return await in_removing_thread(self._storage.retire, command)
         except (ChainError, OSError) as error:
             _log.warning("retire_failed", checkpoint=command.checkpoint_id, why=str(error))
             if isinstance(error, OSError):

@@ -118,7 +118,7 @@ class Supervisor:
         self._unrecorded: dict[GangKey, GangEnded] = {}
         self._under_way: set[asyncio.Task[None]] = set()
         # One at a time and in order: what concerns a job's gang, and what concerns its storage,
-        # which may be slow and must not hold up a kill. Long readings hold up neither.
+        # which may be slow and must not hold up a kill, nor a removal a commit. Long readings hold up neither.
         self._lanes: defaultdict[tuple[str, str], asyncio.Lock] = defaultdict(asyncio.Lock)
         self._stirred = asyncio.Event()
         self._empty = asyncio.Event()
@@ -158,7 +158,7 @@ class Supervisor:
                 self._happen(command, TraceAsked(command))
             case PurgeJob():
                 # One at a time: ranks can leave folders of which each takes minutes to remove.
-                async with self._lanes["", "purging"]:
+                async with self._lanes[command.job_id, "removing"], self._lanes["", "purging"]:
                     await self._answer(command)
             case _:
                 await self._answer(command)
@@ -532,8 +532,10 @@ class Supervisor:
 
 def _lane(command: Command) -> tuple[str, str]:
     match command:
-        case CommitCheckpoint() | RetireCheckpoint() | RemoveTraces() | KeepStanding() | PurgeJob():
+        case CommitCheckpoint() | KeepStanding() | PurgeJob():
             return command.job_id, "storage"
+        case RetireCheckpoint() | RemoveTraces():
+            return command.job_id, "removing"
         case CloseRecords() | RecallRecords():
             return command.job_id, "records"
         case ProbeModel() | MeasureNode():

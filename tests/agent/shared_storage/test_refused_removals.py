@@ -7,12 +7,14 @@ from typing import Any
 
 import pytest
 
-from services.contract.messages.commands import PurgeJob, RetireCheckpoint
+from services.contract.jobs.traces import traces_folder
+from services.contract.messages.commands import PurgeJob, RemoveTraces, RetireCheckpoint
 from services.contract.messages.facts import CheckpointLinked, CheckpointRetired, Fact, JobPurged
 from services.contract.storage.manifests import Manifest
-from services.worker.agent.host import reserve
+from services.contract.words.ids import new_job_id
 from services.worker.agent.host.folders import NodeFolder
 from services.worker.agent.host.removal import remove_tree
+from services.worker.agent.host.reserve import THREADS
 from services.worker.agent.node_commands import NodeCommands
 from services.worker.agent.storage import shared_files
 from services.worker.agent.storage.job_storage import purge
@@ -22,6 +24,7 @@ from tests.agent.shared_storage.places import Place, commit
 from tests.s3_server import Fault
 
 AGAIN_S = 0.01
+TRACE = f"trace_{JOB.removeprefix('job_')}"
 
 
 @pytest.fixture
@@ -136,18 +139,16 @@ def test_where_the_storage_is_not_mounted_for_a_while_no_removal_is_forgotten(
     asyncio.run(carry_out())
 
 
-def test_a_removal_that_takes_long_goes_on_while_its_job_commits_and_its_end_is_told(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_removals_that_take_long_hold_up_no_commit_and_are_told_when_they_end(
+    tmp_path: Path, told: asyncio.Queue[Fact], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    released, removed = threading.Event(), []
+    released = threading.Event()
 
     def take_long(folder: Path) -> None:
         released.wait()
         remove_tree(folder)
-        removed.append(folder.name)
 
     monkeypatch.setattr(shared_files, "remove_tree", take_long)
-    monkeypatch.setattr(reserve, "REMOVED_WITHIN_S", 0.0)
     place = Place(tmp_path / "storage", None, "")
     storage = place.on(NODE)
     storage.open_attempt(launch(1))
@@ -155,25 +156,33 @@ def test_a_removal_that_takes_long_goes_on_while_its_job_commits_and_its_end_is_
     storage.commit(commit(old))
     nothing: Any = None
     node = NodeCommands(NODE, storage, nothing, nothing, nothing, nothing)
+    folder = NodeFolder(tmp_path / "home", NODE, tmp_path)
+    supervisor = Supervisor(NODE, folder, storage, node, nothing, told.put_nowait)
+    traces = [
+        RemoveTraces(
+            job_id=new_job_id(1_700_000_000_000, bytes([n] * 10)), fence=1, trace_ids=(TRACE,)
+        )
+        for n in range(THREADS)
+    ]
+    for each in traces:
+        (traces_folder(place.folder, each.job_id) / TRACE).mkdir(parents=True)
 
     async def carry_out() -> None:
-        async with asyncio.timeout(30):
-            assert await node.to(removal(old), lambda: False) == ()
-            (linked,) = await node.to(commit(new), lambda: False)
-            assert isinstance(linked, CheckpointLinked)
-            assert await node.remove_again(removal(old)) == ()
-            assert not removed
+        async with asyncio.timeout(30), asyncio.TaskGroup() as group:
+            for each in traces:
+                group.create_task(supervisor.handle(each))
+            group.create_task(supervisor.handle(removal(old)))
+            await supervisor.handle(commit(new))
+            assert isinstance(await told.get(), CheckpointLinked)
+            assert told.empty()
             released.set()
-            monkeypatch.setattr(reserve, "REMOVED_WITHIN_S", 30.0)
-            (told,) = await node.remove_again(*node.refused_removals)
-            assert isinstance(told, CheckpointRetired)
+            assert isinstance(await told.get(), CheckpointRetired)
 
     try:
         asyncio.run(carry_out())
     finally:
         released.set()
-    assert removed == [old.checkpoint_id]
-    assert not node.refused_removals
+    assert not any((traces_folder(place.folder, each.job_id) / TRACE).exists() for each in traces)
 
 
 def test_what_a_newer_attempt_asked_for_meanwhile_counts(

@@ -39,7 +39,8 @@ def remove_tree(folder: Path) -> None:
             names = _names(root)
             for name in names:
                 if not _is_unlinked(root, name):
-                    _empty(root, name)
+                    with contextlib.suppress(FileNotFoundError):  # another thread removes it, too
+                        _empty(root, name)
             if not names:
                 folder.rmdir()
                 return

@@ -6,20 +6,18 @@ hold up its loop. And it has to see processes of its own end, which takes none h
 """
 
 import asyncio
-import errno
 import sys
 import threading
-from collections.abc import Callable, Hashable
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor, wait
 from functools import partial
 from typing import Final, ParamSpec, TypeVar
 
 THREADS: Final = 16
 _STORAGE: Final = ThreadPoolExecutor(THREADS, thread_name_prefix="storage")
-_REMOVING_THREADS: Final = 4
+_REMOVING_THREADS: Final = 8
 _REMOVING: Final = ThreadPoolExecutor(_REMOVING_THREADS, thread_name_prefix="removing")
 REMOVED_WITHIN_S: Final = 2.0
-"""For so long whoever has something removed waits for it."""
 _Arguments = ParamSpec("_Arguments")
 _Result = TypeVar("_Result")
 
@@ -35,54 +33,28 @@ async def in_storage_thread(
     return await loop.run_in_executor(_STORAGE, partial(work, *args, **kwargs))
 
 
-class UnfinishedError(OSError):
-    """A removal takes long, and goes on."""
+async def in_removing_thread(
+    work: Callable[_Arguments, _Result], *args: _Arguments.args, **kwargs: _Arguments.kwargs
+) -> _Result:
+    """The same for what removes files that ranks wrote: some take minutes, and launches and commits must not wait for them."""
+    loop = asyncio.get_running_loop()
+    return await loop.run_in_executor(_REMOVING, partial(work, *args, **kwargs))
 
-    def __init__(self, what: Hashable) -> None:
-        super().__init__(errno.EBUSY, "its removal takes long, and goes on", str(what))
 
+def removed_soon(remove: Callable[[], None]) -> bool:
+    """Have something removed, and wait for that, not for long; it goes on. Blocking.
 
-class Removals:
-    """Removes what ranks wrote, in few threads of its own.
+    Args:
+        remove: Removes it, and raises nothing.
 
-    A rank may leave so many files, or one of so many pieces, that this takes minutes. In the storage's threads such
-    removals of some jobs would keep all others of the node from being launched, and from their commits.
+    Returns:
+        Whether that has ended.
     """
-
-    def __init__(self) -> None:
-        self._under_way: dict[Hashable, Future[None]] = {}
-        self._lock = threading.Lock()
-
-    def run(self, what: Hashable, remove: Callable[[], None]) -> None:
-        """Have it removed, and wait for that, not for long. Blocking.
-
-        Args:
-            what: It; if its removal is under way, that one is waited for.
-            remove: Removes it; what it raises is raised here.
-
-        Raises:
-            UnfinishedError: It takes longer, or waits for others, and goes on. Another call tells what came of it, or
-                finds nothing there.
-        """
-
-        def removed() -> None:
-            try:
-                remove()
-            finally:
-                with self._lock:
-                    del self._under_way[what]
-
-        with self._lock:
-            if (removing := self._under_way.get(what)) is None:
-                removing = self._under_way[what] = _REMOVING.submit(removed)
-        wait([removing], REMOVED_WITHIN_S)
-        if not removing.done():
-            raise UnfinishedError(what)
-        removing.result()
+    return bool(wait([_REMOVING.submit(remove)], REMOVED_WITHIN_S).done)
 
 
 def take_reserve() -> None:
-    """Start all threads that ``asyncio.to_thread`` of the running loop and the storage use. Blocking, briefly.
+    """Start all threads that ``asyncio.to_thread`` of the running loop, the storage and removals use. Blocking, briefly.
 
     Raises:
         RuntimeError: The system has not so many threads left.

@@ -4,7 +4,7 @@ import contextlib
 import errno
 import os
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Final
@@ -53,7 +53,7 @@ from services.contract.system.rank_user import RankUser
 from services.contract.words.bounds import MOST_RANKS_OF_A_NODE
 from services.contract.words.ids import job_of_checkpoint
 from services.contract.words.states import JobState
-from services.worker.agent.host.reserve import Removals, UnfinishedError
+from services.worker.agent.host.reserve import removed_soon
 from services.worker.agent.storage.loading import Progress, Untold
 from services.worker.agent.storage.shared_files import SharedFiles, as_shared
 
@@ -84,7 +84,6 @@ class Storage:
         self._writing_cards = threading.Lock()
         self._ranks_are = ranks_are
         self._in_doubt: dict[str, dict[str, CommitCheckpoint]] = {}
-        self._removals = Removals()
 
     def open_attempt(
         self, command: LaunchGang, progress: Progress | None = None
@@ -127,10 +126,8 @@ class Storage:
         with self._writing_cards:
             self._write_card(card)
         self.files.require_known()
-        try:
-            self._removals.run(command.job_id, partial(self._remove_abandoned, chain))
-        except UnfinishedError as error:
-            _log.warning("not_removed_yet", job=command.job_id, why=str(error))
+        if not removed_soon(partial(self._remove_each, chain.abandoned())):
+            _log.warning("not_removed_yet", job=command.job_id, fence=command.fence)
         if source is not None:
             self.bring(command.job_id, source, progress)
         if self._ranks_are is not None:
@@ -263,7 +260,7 @@ class Storage:
         Raises:
             FencedError: A newer attempt is open; the controller asks again with its fence.
             ChainError: The chain is damaged.
-            OSError: The storage refuses, or the removal takes long: it goes on, and whoever asks again is told of its end.
+            OSError: The storage refuses.
         """
         self.files.require_known()
         chain = self.chain(command.job_id)
@@ -299,7 +296,7 @@ class Storage:
         for trace_id in command.trace_ids:
             folder = traces_folder(self.root, command.job_id) / trace_id
             try:
-                self._removals.run(folder, partial(self.files.remove, folder))
+                self.files.remove(folder)
             except FileNotFoundError:
                 continue
             except OSError as error:
@@ -381,8 +378,8 @@ class Storage:
                     path = chain.shard_folder(checkpoint_id) / shard.name
                     self.files.fetch(path, shard, for_job, told.took)
 
-    def _remove_abandoned(self, chain: CommitChain) -> None:
-        for folder in chain.abandoned():
+    def _remove_each(self, folders: Sequence[Path]) -> None:
+        for folder in folders:
             try:
                 self.files.remove(folder)
             except OSError as error:  # a rank of an older attempt may still write there
@@ -391,9 +388,8 @@ class Storage:
                 _log.info("uncommitted_checkpoint_removed", checkpoint=folder.name)
 
     def _remove_shards(self, chain: CommitChain, checkpoint_id: str) -> None:
-        folder = chain.shard_folder(checkpoint_id)
         with contextlib.suppress(FileNotFoundError):
-            self._removals.run(folder, partial(self.files.remove, folder))
+            self.files.remove(chain.shard_folder(checkpoint_id))
 
     def _write_card(self, card: JobCard) -> None:
         write_card(self.root, card)

@@ -108,11 +108,10 @@ class GangLogs:
 
     def _begun(self, *, last: bool) -> _Reading:
         reading = _Reading()
-        read = partial(self._read, reading, last=last)
         try:
-            self._beside(read)
+            self._beside(partial(self._read, reading, last=last))
         except RuntimeError:  # ranks may have taken all threads
-            read()
+            self._read(reading, last=last, waits=False)
         # In the loop: for each of many gangs whose ranks write what takes long that would be seconds at each beat.
         if not self._was_slow:
             reading.done.wait(_READ_WITHIN_S)
@@ -131,7 +130,7 @@ class GangLogs:
         finally:
             self._is_cutting = False
 
-    def _read(self, into: _Reading, *, last: bool) -> None:
+    def _read(self, into: _Reading, *, last: bool, waits: bool = True) -> None:
         lines: list[LogLine] = []
         began = time.monotonic()
         # In turns, so that one rank's flood does not silence the others.
@@ -140,7 +139,7 @@ class GangLogs:
             while reading and len(lines) < LINES_PER_BEAT:
                 rank, stream = key = reading.popleft()
                 budget = min(_LINES_PER_READ, LINES_PER_BEAT - len(lines))
-                tailed = self._tails[key].read(budget, last=last)
+                tailed = self._tails[key].read(budget, last=last, waits=waits)
                 now = time.time_ns() // 1_000_000
                 lines += [
                     LogLine(

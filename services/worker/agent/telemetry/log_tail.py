@@ -31,10 +31,11 @@ KEPT_EVERY_S: Final = 10.0
 IN_USE_WITHIN_S: Final = 2.0
 """For so long after the end of all ranks a file is waited for that another thread reads or starts over."""
 ONE_AT_A_TIME: Final = threading.Lock()
-"""Held while lines are made of much that was read, which is work of the processor: of many threads that do so at once
-each has the agent's loop wait for its turn, at whatever that does."""
+"""Held while lines are made of a log of which that took long, which is work of the processor: of many threads that do so at
+once each has the agent's loop wait for its turn, at whatever that does."""
 _LOOKS_FOR_THE_END_S: Final = 0.25
-_LITTLE_BYTES: Final = 1 << 13  # takes milliseconds, and waits for nobody's much
+_LONG_S: Final = 0.05
+_LONG_FOR_S: Final = 60.0  # a rank decides what it writes next
 _LOOKS_FOR_GROWTH: Final = 10
 _LOOK_S: Final = 0.01
 _BLOCK: Final = 512
@@ -78,22 +79,24 @@ class LogTail:
         self._kept_at: float | None = None
         self._ended_at: float | None = None
         self._in_use = threading.Lock()
+        self._takes_long_until: float | None = None
 
-    def read(self, limit: int, *, last: bool = False) -> list[TailedLine]:
+    def read(self, limit: int, *, last: bool = False, waits: bool = True) -> list[TailedLine]:
         """At most ``limit`` of the lines that were not read before.
 
         A line without its end is held back until it has one or is too long, except where
         ``last`` says that nobody writes any more. While another thread reads the file or starts it over there are
         none. Where its file system has who reads wait for who writes, as XFS does, a rank can make this last a minute.
+        Where its lines took long, and ``waits``, it waits for others of which that is so.
         """
         if not self._in_use.acquire(blocking=False):
             return []
         try:
-            return self._read(limit, last=last)
+            return self._read(limit, last=last, waits=waits)
         finally:
             self._in_use.release()
 
-    def _read(self, limit: int, *, last: bool) -> list[TailedLine]:
+    def _read(self, limit: int, *, last: bool, waits: bool) -> list[TailedLine]:
         try:
             size = self._size()
             if size < self._offset and self._end is None:
@@ -114,20 +117,27 @@ class LogTail:
             return []
         self._unreadable = False
         last = last and self._offset + len(chunk) >= size
-        with self._turn(len(chunk)):
+        with self._turn(waits=waits):
             return lines + self._lines(chunk, limit - len(lines), last=last)
 
     @contextlib.contextmanager
-    def _turn(self, size: int) -> Iterator[None]:
-        """Within, lines are made of ``size`` bytes. Once its ranks have ended it waits no longer: its gang would end without them."""
+    def _turn(self, *, waits: bool) -> Iterator[None]:
+        """Within, lines are made. Once its ranks have ended it waits no longer: its gang would end without them."""
         has_turn = False
-        while size > _LITTLE_BYTES and self._ended_at is None and not has_turn:
+        while waits and self._takes_long() and self._ended_at is None and not has_turn:
             has_turn = ONE_AT_A_TIME.acquire(timeout=_LOOKS_FOR_THE_END_S)
+        # Not by the clock: beside others that take long every log would seem to.
+        began_s = time.thread_time()
         try:
             yield
         finally:
+            if time.thread_time() - began_s > _LONG_S:
+                self._takes_long_until = time.monotonic() + _LONG_FOR_S
             if has_turn:
                 ONE_AT_A_TIME.release()
+
+    def _takes_long(self) -> bool:
+        return self._takes_long_until is not None and time.monotonic() < self._takes_long_until
 
     def is_too_long(self) -> bool:
         """Whether the file is to be started over."""
