@@ -114,10 +114,11 @@ def test_a_mask_covers_the_ways_in_which_values_are_written(tmp_path: Path) -> N
     assert texts[2:] == ["[secret KEY]", "x"]
 
 
-def test_a_mask_covers_what_urls_and_base64_make_of_a_value() -> None:
+def test_a_mask_covers_what_urls_base64_and_bytes_make_of_a_value() -> None:
     value = "p/a ss?wörd~12"
     mask = Mask({"HUB": value})
     forms = [urllib.parse.quote(value), urllib.parse.quote_plus(value), f"{value!r}"]
+    forms += [repr(value.encode()), json.dumps(repr(value.encode()))]
     forms += [
         encode(f"{user}{value}@host".encode()).decode()
         for user in ("", "u", "us", "user:")

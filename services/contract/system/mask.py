@@ -192,7 +192,7 @@ def _few_windows(form: str) -> dict[str, int]:
 
 
 def _forms(value: str) -> Iterator[str]:
-    """The value and each of its lines: as they are, as URLs, base64, ``repr``, ``ascii`` and JSON write them.
+    """The value and each of its lines: as they are, as URLs, base64, ``repr`` (of their bytes, too), ``ascii`` and JSON write them.
 
     And as JSON writes those in turn: an error that quotes a value travels inside JSON.
     """
@@ -203,6 +203,7 @@ def _forms(value: str) -> Iterator[str]:
                 part,
                 repr(part)[1:-1],
                 ascii(part)[1:-1],
+                repr(part.encode(errors="surrogateescape"))[2:-1],
                 *in_urls,
                 urllib.parse.quote(part),
                 *_in_base64(part),
