@@ -155,6 +155,7 @@ def _copy_storage(source: Path, target: Path) -> int:
             _copy_beside_jobs(path, target / path.name)
         elif (path / "chain").is_dir():
             _again(partial(_copy_job, path, target, set()), f"job {path.name}")
+            _say_damaged(target, path.name)
             jobs += (target / path.name).is_dir()
         else:
             _copy_tree(path, target / path.name)
@@ -224,6 +225,15 @@ def _copy_committed(
     return gone
 
 
+def _say_damaged(root: Path, job: str) -> None:
+    """Name the records of a copied chain that cannot be read: what they commit is nowhere else named."""
+    for record in CommitChain(root, job).read().damaged:
+        sys.stderr.write(
+            f"backup: {f'{job}/chain/{record.name}'!a} is damaged: if it commits a checkpoint, the shards of that are "
+            f"left out: {record.reason!a}\n"
+        )
+
+
 def _copy_shards(source: Path, target: Path, manifest: Manifest) -> None:
     folder = Path("shards") / manifest.checkpoint_id
     if (source / folder).is_symlink():
@@ -255,6 +265,7 @@ def _copy_bucket(bucket: "Bucket", target: Path) -> int:
     target.mkdir()
     for job in sorted(bucket.folders("")):
         _again(partial(_copy_job_of, bucket, job, target, set()), f"job {job}")
+        _say_damaged(target, job)
     _fetch_below(bucket, "", target, deeper=False)
     return len(list(target.glob("job_*")))
 

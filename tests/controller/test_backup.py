@@ -222,6 +222,22 @@ def test_a_damaged_shard_is_not_saved_as_if_it_were_whole(
     assert not backup.exists()
 
 
+def test_a_damaged_record_is_named_for_what_it_commits_is_not_saved(
+    folders: tuple[Path, Path, Path], capsys: pytest.CaptureFixture[str]
+) -> None:
+    redis, storage, backup = folders
+    chain = CommitChain(storage, JOB)
+    for step in (1, 2):
+        commit(chain, step)
+    record = storage / JOB / "chain" / "00000002.json"
+    record.write_bytes(record.read_bytes().replace(b"rank-0", b"rank-9"))
+    assert save(redis, storage, backup) == 1
+    assert committed_whole(backup) == [2]
+    said = capsys.readouterr().err
+    assert said.startswith(f"backup: '{JOB}/chain/00000002.json' is damaged: if it commits")
+    assert said.count("\n") == 1
+
+
 def test_a_link_among_the_shards_is_not_followed(folders: tuple[Path, Path, Path]) -> None:
     redis, storage, backup = folders
     chain = CommitChain(storage, JOB)
