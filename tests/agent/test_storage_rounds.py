@@ -2,6 +2,7 @@
 
 import asyncio
 import os
+import threading
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
@@ -19,11 +20,15 @@ from services.contract.storage.job_cards import DELETED, read_card
 from services.contract.storage.manifests import Manifest, ShardFile
 from services.contract.words.ids import checkpoint_id, new_job_id, new_trace_id
 from services.worker.agent.host.folders import ATTEMPTS_KEPT, NodeFolder
+from services.worker.agent.host.removal import remove_tree
+from services.worker.agent.storage import rounds as storage_rounds
+from services.worker.agent.storage import shared_files
 from services.worker.agent.storage.job_storage import Storage
 from services.worker.agent.storage.rounds import Holdings, StorageRounds
 from services.worker.agent.streams.redis_clients import writing_client
 from tests.agent.conftest import JOB, NODE, launch
 from tests.agent.test_removal import make_deep
+from tests.waiting import until
 
 pytestmark = pytest.mark.redis
 
@@ -79,7 +84,9 @@ class Rounds:
 
 
 @pytest.fixture
-def rounds(tmp_path: Path, redis_url: str) -> Rounds:
+def rounds(tmp_path: Path, redis_url: str, monkeypatch: pytest.MonkeyPatch) -> Rounds:
+    # On a machine that is slow at it, too, removals end within a round.
+    monkeypatch.setattr(storage_rounds, "REMOVED_WITHIN_S", 60.0)
     return Rounds(tmp_path, redis_url)
 
 
@@ -178,6 +185,40 @@ def test_orphans_go_once_they_were_of_no_use_for_long_and_what_is_named_stays(
     assert not own.exists()
     chain = CommitChain(rounds.storage.root, JOB)
     assert chain.shard_folder(rounds.manifest.checkpoint_id).exists()
+
+
+def test_a_removal_that_takes_long_keeps_no_lost_job_from_being_told(
+    rounds: Rounds, client: "redis.Redis", monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A round waited for the end of what ranks can have take minutes, and nobody looked for lost jobs meanwhile."""
+    released, begun = threading.Event(), []
+
+    def take_long(folder: Path) -> None:
+        begun.append(folder)
+        released.wait()
+        remove_tree(folder)
+
+    left = [rounds.folder_of(step, 1) for step in (20, 30)]
+    rounds.folder.attempt(JOB, 2).path.mkdir(parents=True)
+    client.hset(redis_keys.job(JOB), "state", "RUNNING")
+    monkeypatch.setattr(shared_files, "remove_tree", take_long)
+    monkeypatch.setattr(storage_rounds, "REMOVED_WITHIN_S", 0.0)
+
+    async def go() -> None:
+        async with asyncio.timeout(30), writing_client(rounds._url) as redis_client:
+            agent = rounds.agent(redis_client)
+            await agent.go()
+            assert not rounds.told
+            client.delete(redis_keys.job(JOB))
+            await agent.go()
+        assert isinstance(rounds.told[0], JobFound)
+        assert begun == left[:1]
+
+    try:
+        asyncio.run(go())
+    finally:
+        released.set()
+    until(lambda: not any(folder.exists() for folder in left))
 
 
 def test_files_of_old_attempts_are_pruned_and_those_of_deleted_jobs(

@@ -18,6 +18,7 @@ _STORAGE: Final = ThreadPoolExecutor(THREADS, thread_name_prefix="storage")
 _REMOVING_THREADS: Final = 8
 _REMOVING: Final = ThreadPoolExecutor(_REMOVING_THREADS, thread_name_prefix="removing")
 REMOVED_WITHIN_S: Final = 2.0
+"""For so long a launch, and a round through the storage, waits for what it has removed."""
 _Arguments = ParamSpec("_Arguments")
 _Result = TypeVar("_Result")
 

@@ -126,7 +126,8 @@ class Storage:
         with self._writing_cards:
             self._write_card(card)
         self.files.require_known()
-        if not removed_soon(partial(self._remove_each, chain.abandoned())):
+        left = chain.abandoned()
+        if left and not removed_soon(partial(self._remove_each, left)):
             _log.warning("not_removed_yet", job=command.job_id, fence=command.fence)
         if source is not None:
             self.bring(command.job_id, source, progress)

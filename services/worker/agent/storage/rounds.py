@@ -16,6 +16,7 @@ import random
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Set
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
@@ -31,7 +32,11 @@ from services.contract.system.cancellation import end_if_told
 from services.contract.system.durable import StorageAwayError
 from services.contract.words.states import TERMINAL_STATES, JobState
 from services.worker.agent.host.folders import NodeFolder
-from services.worker.agent.host.reserve import in_storage_thread
+from services.worker.agent.host.reserve import (
+    REMOVED_WITHIN_S,
+    in_removing_thread,
+    in_storage_thread,
+)
 from services.worker.agent.storage.job_storage import Storage
 from services.worker.agent.storage.record_files import records_folder
 from services.worker.agent.streams.redis_clients import REDIS_AWAY
@@ -105,6 +110,7 @@ class StorageRounds:
         self._useless_since: dict[str, dict[Path, float]] = {}
         self._all_due_at = time.monotonic()
         self._others_since: dict[str, float] = {}
+        self._removing: asyncio.Task[None] | None = None
 
     async def run(self, asked: asyncio.Event) -> None:
         """Go now, each minute, and through all jobs whenever ``asked`` is set; until cancelled."""
@@ -163,7 +169,7 @@ class StorageRounds:
             if job in known
         )
         over = {job_id for job_id, s in known.items() if s.is_over and job_id not in gangs}
-        await in_storage_thread(self._remove_orphans, jobs, over, is_of_all=is_of_all)
+        await self._go_on_removing(partial(self._remove_orphans, jobs, over, is_of_all=is_of_all))
         await asyncio.to_thread(self._folder.prune, [j for j, s in known.items() if s.deleted])
         return waiting
 
@@ -207,6 +213,15 @@ class StorageRounds:
             self._remove(records)
         elif os.path.lexists(records):
             self._remove(records)
+
+    async def _go_on_removing(self, remove: Callable[[], None]) -> None:
+        """Remove, unless what an earlier round removes takes long: lost jobs are looked for meanwhile."""
+        if self._removing is None:
+            self._removing = asyncio.create_task(in_removing_thread(remove))
+        await asyncio.wait({self._removing}, timeout=REMOVED_WITHIN_S)
+        if self._removing.done():
+            removing, self._removing = self._removing, None
+            removing.result()
 
     def _remove_orphans(self, jobs: Iterable[str], over: Set[str], *, is_of_all: bool) -> None:
         """Shards that no manifest names, drafts, unfinished traces; each only after it was so for long.
