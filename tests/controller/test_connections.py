@@ -602,13 +602,15 @@ async def test_a_body_whose_length_is_known_is_read_in_large_parts_and_nothing_b
 
 @pytest.mark.anyio
 @pytest.mark.parametrize("is_tls", [False, True], ids=["http", "https"])
+@pytest.mark.parametrize("length", [b"", b"Content-Length: 100000\r\n"], ids=["alone", "two ends"])
 async def test_chunks_of_a_byte_are_taken_a_few_at_a_time_and_not_for_long(
     tls: tuple[ssl.SSLContext, ssl.SSLContext],
     is_tls: bool,  # noqa: FBT001 a parameter of pytest's
+    length: bytes,
 ) -> None:
     ours, theirs = tls if is_tls else (None, None)
     name = "localhost" if is_tls else None
-    head = b"POST / HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n"
+    head = b"POST / HTTP/1.1\r\nHost: x\r\n%bTransfer-Encoding: chunked\r\n\r\n" % length
     sizes: list[int] = []
     async with served(ConnectionLimits(), sizes, ours) as server:
         reader, writer = await asyncio.open_connection(

@@ -282,8 +282,11 @@ class BoundedProtocol(H11Protocol):
         return 0 if cycle is None else len(cycle.body)
 
     def _announced(self) -> int:
-        """How long a body will be; 0 where that is not known, or there is none."""
-        if self.conn.their_state is not h11.SEND_BODY:
+        """How long a body will be; 0 where that is not known, or there is none.
+
+        A request that names a length as well as chunks is in chunks to h11, until the application refuses it.
+        """
+        if self.conn.their_state is not h11.SEND_BODY or self._is_in_chunks():
             return 0
         lengths = [value for name, value in self.scope["headers"] if name == b"content-length"]
         return int(lengths[0]) if lengths else 0
