@@ -558,6 +558,36 @@ def test_a_question_for_which_nobody_waits_any_more_is_passed_over(tmp_path: Pat
     asyncio.run(run())
 
 
+def test_who_asks_about_many_models_makes_others_wait_for_one(tmp_path: Path) -> None:
+    began: list[str] = []
+    ends = asyncio.Event()
+
+    class SlowNode:
+        """Takes its time for the first question."""
+
+        async def to(self, command: ProbeModel, _ranks_are_here: object) -> tuple[()]:
+            began.append(command.asks)
+            await ends.wait()
+            return ()
+
+    async def run() -> None:
+        nothing: Any = None
+        node: Any = SlowNode()
+        folder = NodeFolder(tmp_path / "home", NODE, tmp_path)
+        supervisor = Supervisor(NODE, folder, Storage(tmp_path, NODE), node, nothing, nothing)
+        asked = question("decoder", SMALL)
+        async with asyncio.TaskGroup() as carrying:
+            for who in ("sam", "sam", "sam", "ann", "ann", "joe"):
+                each = asked.model_copy(update={"asks": who})
+                carrying.create_task(supervisor.handle(each))
+            await asyncio.sleep(0)
+            ends.set()
+        assert began[:3] == ["sam", "ann", "joe"]
+        assert sorted(began[3:]) == ["ann", "sam", "sam"]
+
+    asyncio.run(run())
+
+
 def test_an_idle_node_is_measured_before_a_plan_asks_and_ranks_that_start_come_first(
     redis_server: EmbeddedRedis, tmp_path: Path
 ) -> None:

@@ -135,7 +135,9 @@ async def begin_plan(
             code="no_node_to_probe",
         )
     node = chosen.node
-    question = search.ask(spec, RankRoom.on(node, device_type), node, drawing.probe_timeout_s)
+    room = RankRoom.on(node, device_type)
+    asked = search.ask(spec, room, node, drawing.probe_timeout_s)
+    question = asked.model_copy(update={"asks": owner})
     now_ms = await ports.clock.now_ms()
     measure = _measure_of(chosen, question, now_ms)
     plan = Plan(
@@ -150,14 +152,14 @@ async def begin_plan(
         answer_by_ms=now_ms + int(question.timeout_s * 1000) * PROBES_WAITED_FOR,
         measured_by_ms=now_ms + _MEASURED_WITHIN_MS if measure else 0,
     )
-    asked = await ports.plans.keep(plan, Send(node.id, question), measure, fresh=wanted.fresh)
-    if asked == "too_many":
+    status = await ports.plans.keep(plan, Send(node.id, question), measure, fresh=wanted.fresh)
+    if status == "too_many":
         raise StateConflictError(
             f"the models of {keys.PLANS_PROBING} plans of {owner} are being profiled, the most at a "
             "time; retry when some of these are made",
             code=TOO_MANY_PLANS,
         )
-    _log.info("plan_asked", plan_id=plan.id, probe_id=plan.probe_id, node_id=node.id, asked=asked)
+    _log.info("plan_asked", plan_id=plan.id, probe_id=plan.probe_id, node_id=node.id, asked=status)
     return plan
 
 

@@ -6,7 +6,7 @@ import itertools
 import time
 from collections import defaultdict
 from collections.abc import Callable, Collection, Coroutine, Iterator, Sequence
-from typing import Final
+from typing import Final, Protocol
 
 import structlog
 
@@ -51,6 +51,7 @@ from services.contract.messages.telemetry import RankSample
 from services.contract.messages.warm_channel import RankForked, RankReaped
 from services.contract.storage.commit_chain import ChainError, FencedError
 from services.contract.system.durable import CHECKPOINT_DISK, node_condition
+from services.contract.system.long_work import Turns
 from services.worker.agent.gangs.events import (
     CheckpointAsked,
     Condemned,
@@ -71,6 +72,8 @@ from services.worker.agent.telemetry.beat import GangKey, LearnedNames
 from services.worker.agent.telemetry.gang_telemetry import Records
 
 TICK_S: Final = 0.1
+# Devices are measured for whoever plans.
+_NOBODY: Final = ""
 _HOME_DISK: Final = "the disk of the agent's own files"
 _BOARDS: Final = "the shared memory, which has the boards,"
 _log = structlog.get_logger()
@@ -120,6 +123,8 @@ class Supervisor:
         # One at a time and in order: what concerns a job's gang, and what concerns its storage,
         # which may be slow and must not hold up a kill, nor a removal a commit. Long readings hold up neither.
         self._lanes: defaultdict[tuple[str, str], asyncio.Lock] = defaultdict(asyncio.Lock)
+        # Of models and devices one at a time, too. One who asks about many models makes others wait for one of them.
+        self._asking = Turns()
         self._stirred = asyncio.Event()
         self._empty = asyncio.Event()
         self._empty.set()
@@ -130,13 +135,23 @@ class Supervisor:
             # The lane is free once it has ended.
             self._loadings.stop((command.job_id, command.fence))
         came = time.monotonic()
-        async with self._lanes[_lane(command)]:
+        async with self._turn(command):
             waited_s = time.monotonic() - came
             if isinstance(command, ProbeModel) and waited_s > command.timeout_s * PROBES_WAITED_FOR:
                 # All who asked have given up, and others wait behind it.
                 _log.warning("probe_passed_over", probe=command.probe_id, waited_s=waited_s)
                 return
             await self._carry_out(command)
+
+    def _turn(self, command: Command) -> contextlib.AbstractAsyncContextManager[None]:
+        """Within, it may be carried out."""
+        match command:
+            case ProbeModel():
+                return self._asking.of(command.asks)
+            case MeasureNode():
+                return self._asking.of(_NOBODY)
+            case _:
+                return self._lanes[_lane(command)]
 
     async def _carry_out(self, command: Command) -> None:
         match command:
@@ -247,7 +262,7 @@ class Supervisor:
             while is_open:
                 await asyncio.sleep(idle_s)
                 await self.emptied()
-                async with self._lanes[_lane(command)]:
+                async with self._turn(command):
                     facts = await self._node_commands.to(command, self._has_ranks)
                 found = [each for each in facts if isinstance(each, NodeMeasured) and each.facts]
                 for fact in found:
@@ -530,7 +545,14 @@ class Supervisor:
         self._note_if_empty()
 
 
-def _lane(command: Command) -> tuple[str, str]:
+class _OfJob(Protocol):
+    """A command that concerns one job."""
+
+    @property
+    def job_id(self) -> str: ...
+
+
+def _lane(command: _OfJob) -> tuple[str, str]:
     match command:
         case CommitCheckpoint() | KeepStanding() | PurgeJob():
             return command.job_id, "storage"
@@ -538,8 +560,6 @@ def _lane(command: Command) -> tuple[str, str]:
             return command.job_id, "removing"
         case CloseRecords() | RecallRecords():
             return command.job_id, "records"
-        case ProbeModel() | MeasureNode():
-            return "", "asking"
         case VerifyCheckpoint() | ExportCheckpoint():
             return "", "reading"  # one for all jobs: disks and threads are not many
         case _:
