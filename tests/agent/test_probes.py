@@ -24,7 +24,7 @@ from fsdp_core.plan.model import ADAMW_FUSED, Conditions, NodeFacts
 from fsdp_core.plan.profiling import profile_model
 from fsdp_core.plan.study import ModelUnderStudy
 from services.contract.jobs.specs import JobSpec
-from services.contract.messages.commands import StopGang
+from services.contract.messages.commands import ExportCheckpoint, StopGang, VerifyCheckpoint
 from services.contract.messages.facts import GangEnded, GangProgressed, Inventory, NodeJoined
 from services.contract.messages.probe_ids import UnfitProfileError, probe_id
 from services.contract.messages.probe_programs import SelfTestResult
@@ -37,6 +37,7 @@ from services.contract.messages.probing import (
 )
 from services.contract.messages.warm_channel import NODE_MARK, ForkProgram
 from services.contract.system.mask import Mask
+from services.contract.words.ids import checkpoint_id
 from services.local.embedded_redis import EmbeddedRedis
 from services.worker.agent.host.folders import NodeFolder
 from services.worker.agent.probes import programs
@@ -48,6 +49,7 @@ from services.worker.agent.supervisor import Supervisor
 from services.worker.rank.models.decoder import Decoder
 from tests.agent.conftest import (
     FOREVER,
+    JOB,
     NODE,
     AgentProcess,
     Controller,
@@ -558,15 +560,26 @@ def test_a_question_for_which_nobody_waits_any_more_is_passed_over(tmp_path: Pat
     asyncio.run(run())
 
 
-def test_who_asks_about_many_models_makes_others_wait_for_one(tmp_path: Path) -> None:
+def reading(kind: type[VerifyCheckpoint | ExportCheckpoint]) -> VerifyCheckpoint | ExportCheckpoint:
+    return kind(job_id=JOB, fence=1, checkpoint_id=checkpoint_id(JOB, 1, 1))
+
+
+@pytest.mark.parametrize(
+    "asked",
+    [question("decoder", SMALL), reading(VerifyCheckpoint), reading(ExportCheckpoint)],
+    ids=lambda command: command.kind,
+)
+def test_who_asks_for_much_makes_others_wait_for_one(
+    tmp_path: Path, asked: ProbeModel | VerifyCheckpoint | ExportCheckpoint
+) -> None:
     began: list[str] = []
     ends = asyncio.Event()
 
     class SlowNode:
-        """Takes its time for the first question."""
+        """Takes its time for the first one."""
 
         async def to(self, command: ProbeModel, _ranks_are_here: object) -> tuple[()]:
-            began.append(command.asks)
+            began.append(command.owner)
             await ends.wait()
             return ()
 
@@ -575,10 +588,9 @@ def test_who_asks_about_many_models_makes_others_wait_for_one(tmp_path: Path) ->
         node: Any = SlowNode()
         folder = NodeFolder(tmp_path / "home", NODE, tmp_path)
         supervisor = Supervisor(NODE, folder, Storage(tmp_path, NODE), node, nothing, nothing)
-        asked = question("decoder", SMALL)
         async with asyncio.TaskGroup() as carrying:
             for who in ("sam", "sam", "sam", "ann", "ann", "joe"):
-                each = asked.model_copy(update={"asks": who})
+                each = asked.model_copy(update={"owner": who})
                 carrying.create_task(supervisor.handle(each))
             await asyncio.sleep(0)
             ends.set()

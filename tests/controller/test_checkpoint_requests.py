@@ -376,7 +376,9 @@ def test_the_last_checkpoint_of_a_job_that_has_ended_can_be_deleted() -> None:
 def test_verification_is_commanded_at_any_time_and_only_of_what_is_committed() -> None:
     job = with_saved(10)
     (command,) = commands(play(job, [VerifyAsked(named(job, 10), "loom-2")]))
-    assert command == VerifyCheckpoint(job_id=job.id, fence=1, checkpoint_id=named(job, 10))
+    assert command == VerifyCheckpoint(
+        job_id=job.id, fence=1, checkpoint_id=named(job, 10), owner=job.owner
+    )
     deleting = play(
         play(job, saved(job, 20, number=3)).job, [RemovalAsked(named(job, 10), NODE)]
     ).job

@@ -85,7 +85,7 @@ def test_a_plan_waits_for_its_profile_and_for_what_the_node_measures() -> None:
         assert NODE in plan.reason
         (question,) = office.asked()
         assert question.probe_id == plan.probe.id
-        assert question.asks == plan.owner
+        assert question.owner == plan.owner
         assert MeasureNode(device_type="cpu") in office.server.commands(NODE)
         await office.hears(answer_to(question))
         assert (await office.looks(plan)).state is PlanState.PROBING

@@ -135,18 +135,24 @@ class RetireCheckpoint(OfAttempt):
 class VerifyCheckpoint(OfAttempt):
     """Read every shard of a committed checkpoint and compare it with its digest.
 
-    ``fence`` is that of the job's newest attempt; any attempt's checkpoint may be named.
+    ``fence`` is that of the job's newest attempt; any attempt's checkpoint may be named. ``owner``: the job's; a node
+    reads a checkpoint of each in turn. A controller of the last release does not say.
     """
 
     kind: Literal["verify_checkpoint"] = "verify_checkpoint"
     checkpoint_id: CheckpointId
+    owner: str = ""
 
 
 class ExportCheckpoint(OfAttempt):
-    """Put the model of a committed checkpoint together as whole tensors, below the job's folder."""
+    """Put the model of a committed checkpoint together as whole tensors, below the job's folder.
+
+    ``owner`` is as of ``VerifyCheckpoint``.
+    """
 
     kind: Literal["export_checkpoint"] = "export_checkpoint"
     checkpoint_id: CheckpointId
+    owner: str = ""
 
 
 class KeepStanding(OfAttempt):

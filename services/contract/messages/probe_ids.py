@@ -57,7 +57,7 @@ def probe_id(question: ProbeModel, versions: Mapping[str, str]) -> str:
             "spec": _chosen(question.spec, _OF_THE_SPEC, _OF_THE_SPEC_IF_SET),
             "train": _chosen(question.spec.train, _OF_THE_TRAINING, _OF_THE_TRAINING_IF_SET),
             "question": question.model_dump(
-                mode="json", exclude={"probe_id", "spec", "timeout_s", "memory_bytes", "asks"}
+                mode="json", exclude={"probe_id", "spec", "timeout_s", "memory_bytes", "owner"}
             ),
         },
         sort_keys=True,

@@ -81,7 +81,7 @@ class ProbeModel(Message):
         timeout_s: After which the process is killed; starting it does not count.
         memory_bytes: Of private memory beyond what PyTorch itself takes; None: half of what the
             node has free.
-        asks: Whose plan needs it first: a node answers a question of each in turn. A controller of the
+        owner: Whose plan needs it first: a node answers a question of each in turn. A controller of the
             last release does not say.
     """
 
@@ -94,7 +94,7 @@ class ProbeModel(Message):
     tensor_parallel: tuple[TensorParallelPlan, ...] = ()
     timeout_s: float = Field(default=120.0, gt=0)
     memory_bytes: int | None = Field(default=None, gt=0)
-    asks: str = ""
+    owner: str = ""
 
 
 class ProbeFailure(Message):

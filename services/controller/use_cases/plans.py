@@ -137,7 +137,7 @@ async def begin_plan(
     node = chosen.node
     room = RankRoom.on(node, device_type)
     asked = search.ask(spec, room, node, drawing.probe_timeout_s)
-    question = asked.model_copy(update={"asks": owner})
+    question = asked.model_copy(update={"owner": owner})
     now_ms = await ports.clock.now_ms()
     measure = _measure_of(chosen, question, now_ms)
     plan = Plan(

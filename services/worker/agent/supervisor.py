@@ -121,9 +121,11 @@ class Supervisor:
         self._unrecorded: dict[GangKey, GangEnded] = {}
         self._under_way: set[asyncio.Task[None]] = set()
         # One at a time and in order: what concerns a job's gang, and what concerns its storage,
-        # which may be slow and must not hold up a kill, nor a removal a commit. Long readings hold up neither.
+        # which may be slow and must not hold up a kill, nor a removal a commit.
         self._lanes: defaultdict[tuple[str, str], asyncio.Lock] = defaultdict(asyncio.Lock)
-        # Of models and devices one at a time, too. One who asks about many models makes others wait for one of them.
+        # Long readings hold up neither. They, and questions about models and devices, are one at a time for all jobs, as
+        # disks and threads are not many; one who asks for hundreds makes others wait for one of them.
+        self._reading = Turns()
         self._asking = Turns()
         self._stirred = asyncio.Event()
         self._empty = asyncio.Event()
@@ -147,9 +149,11 @@ class Supervisor:
         """Within, it may be carried out."""
         match command:
             case ProbeModel():
-                return self._asking.of(command.asks)
+                return self._asking.of(command.owner)
             case MeasureNode():
                 return self._asking.of(_NOBODY)
+            case VerifyCheckpoint() | ExportCheckpoint():
+                return self._reading.of(command.owner)
             case _:
                 return self._lanes[_lane(command)]
 
@@ -560,7 +564,5 @@ def _lane(command: _OfJob) -> tuple[str, str]:
             return command.job_id, "removing"
         case CloseRecords() | RecallRecords():
             return command.job_id, "records"
-        case VerifyCheckpoint() | ExportCheckpoint():
-            return "", "reading"  # one for all jobs: disks and threads are not many
         case _:
             return command.job_id, "gang"

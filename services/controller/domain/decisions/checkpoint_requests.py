@@ -56,7 +56,10 @@ def on_verify(event: VerifyAsked, draft: Draft) -> None:
         StateConflictError: It is not committed, or is being deleted, alone or with all others.
     """
     known = _kept(draft.job, event.checkpoint_id, "verified")
-    command = VerifyCheckpoint(job_id=draft.job.id, fence=draft.job.fence, checkpoint_id=known.id)
+    job = draft.job
+    command = VerifyCheckpoint(
+        job_id=job.id, fence=job.fence, checkpoint_id=known.id, owner=job.owner
+    )
     _ask(draft, command, event.node_id)
     draft.note(
         "checkpoint.verifying",
@@ -79,7 +82,10 @@ def on_export(event: ExportAsked, draft: Draft) -> None:
     if known.state == CheckpointState.CORRUPT:
         raise StateConflictError(f"checkpoint {known.id} is corrupt: {known.reason}")
     _put(draft, known.model_copy(update={"export": Export()}))
-    command = ExportCheckpoint(job_id=draft.job.id, fence=draft.job.fence, checkpoint_id=known.id)
+    job = draft.job
+    command = ExportCheckpoint(
+        job_id=job.id, fence=job.fence, checkpoint_id=known.id, owner=job.owner
+    )
     _ask(draft, command, event.node_id)
     draft.note(
         "checkpoint.exporting",
