@@ -138,6 +138,9 @@ def tokenizer_of(name: str) -> Tokenizer:
     library = _library("tokenizers")
     with _refusals_of(file):
         found = library.Tokenizer.from_file(str(file))
+        # A saved one may cut or fill up what it gets: of a corpus all is wanted, and nothing else.
+        found.no_truncation()
+        found.no_padding()
     try:
         divider = end_token(file.parent)
     except ValueError as error:
@@ -163,8 +166,10 @@ def _refusals_of(file: Path) -> Iterator[None]:
     """What the library says of a tokenizer that it cannot use, in words of the command line."""
     try:
         yield
-    # The library has no class of its own for them.
-    except Exception as error:
+    except (MemoryError, KeyboardInterrupt, SystemExit):
+        raise
+    # The library has no class of its own for them, and one that is no Exception for some.
+    except BaseException as error:
         raise CliError(f"--tokenizer: {file} is no usable tokenizer: {error}") from error
 
 

@@ -7,6 +7,7 @@ import sys
 import tempfile
 import threading
 import tracemalloc
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -161,6 +162,48 @@ class Ended:
         return LaunchRefused(job_id=JOB, fence=1, node_id=NODE, reason="any")
 
     def conclude(self, _end: LaunchRefused) -> None: ...
+
+
+def test_of_two_that_remove_the_same_neither_keeps_the_other_from_it(tmp_path: Path) -> None:
+    """A job that was purged while what an attempt had left was still being removed was said to be purged in vain."""
+    raised: list[OSError] = []
+
+    def remove(folder: Path) -> None:
+        try:
+            remove_tree(folder)
+        except OSError as error:
+            raised.append(error)
+
+    interval_s = sys.getswitchinterval()
+    sys.setswitchinterval(1e-4)
+    try:
+        for number in range(12):
+            left = tmp_path / f"job-{number}" / "shards" / "left"
+            make_wide(left, levels=4)
+            other = threading.Thread(target=remove, args=(left,))
+            other.start()
+            # As a purge does, once the other has begun.
+            until(partial(has_begun, left))
+            purged = left.parent.parent.rename(tmp_path / "purged")
+            remove_tree(purged)
+            other.join()
+            assert not purged.exists()
+    finally:
+        sys.setswitchinterval(interval_s)
+    assert all(isinstance(error, FileNotFoundError) for error in raised)
+
+
+def has_begun(left: Path) -> bool:
+    try:
+        return len(list(left.iterdir())) != 4
+    except FileNotFoundError:
+        return True
+
+
+def make_wide(folder: Path, levels: int) -> None:
+    folder.mkdir(parents=True)
+    for number in range(4 if levels else 0):
+        make_wide(folder / str(number), levels - 1)
 
 
 def test_removals_that_take_long_keep_no_other_job_from_being_launched(

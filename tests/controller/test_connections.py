@@ -24,6 +24,7 @@ from services.controller.api.connections import (
     BoundedProtocol,
     BoundedTlsProtocol,
     ConnectionLimits,
+    FewARound,
 )
 from services.local.embedded_redis import EmbeddedRedis
 from tests.controller.conftest import job_body
@@ -225,6 +226,9 @@ def test_what_is_broken_in_the_middle_is_answered_once_and_leaves_no_word_in_the
 # --- one protocol in this process ---------------------------------------------------------------
 
 
+NOTHING = (b"content-length", b"0")
+
+
 @dataclass
 class Served:
     """A server of large answers, and the connections that it has."""
@@ -240,6 +244,10 @@ async def served(
     """Serve; ``parts`` are the sizes in which a request's body comes."""
 
     async def answer(scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["path"] == "/early":
+            await send({"type": "http.response.start", "status": 200, "headers": [NOTHING]})
+            await send({"type": "http.response.body"})
+            return
         more = parts is not None
         while more and parts is not None:
             message = await receive()
@@ -375,6 +383,59 @@ async def test_chunks_of_few_connections_are_parsed_in_one_round_of_the_loop() -
                     await asyncio.sleep(0)
                     most = max(most, len(parts) - before)
             assert most <= 8, "hundreds of connections make a round take a second"
+
+
+@pytest.mark.anyio
+async def test_chunks_behind_a_body_that_was_answered_early_are_of_few_connections_in_a_round() -> (
+    None
+):
+    parts: list[int] = []
+    async with served(ConnectionLimits(), parts) as server:
+        with contextlib.ExitStack() as stack:
+            clients = [
+                stack.enter_context(socket.create_connection(server.address)) for _ in range(40)
+            ]
+            await sooner_or_later(lambda: len(server.state.connections) == len(clients))
+            for client in clients:
+                client.send(b"POST /early HTTP/1.1\r\nHost: x\r\nContent-Length: 1\r\n\r\n")
+                client.setblocking(False)  # noqa: FBT003 the socket's own
+            waiting = set(clients)
+            async with asyncio.timeout(30):
+                while waiting:
+                    await asyncio.sleep(0)
+                    waiting -= {each for each in waiting if has_come(each, b"200")}
+            for client in clients:
+                client.send(
+                    b"xPOST / HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n"
+                    + b"1\r\na\r\n" * 100
+                )
+            most = 0
+            async with asyncio.timeout(30):
+                while sum(parts) < 100 * len(clients):
+                    before = len(parts)
+                    await asyncio.sleep(0)
+                    most = max(most, len(parts) - before)
+            assert most <= 8, "hundreds of connections make a round take a second"
+
+
+@pytest.mark.anyio
+async def test_who_is_gone_has_no_turn_for_which_others_wait() -> None:
+    loop, done, few = asyncio.get_running_loop(), list[int](), FewARound(2)
+    with contextlib.ExitStack() as stack:
+        transports = []
+        for _ in range(2):
+            ours, _ = map(stack.enter_context, socket.socketpair())
+            transport, _ = await loop.create_connection(asyncio.Protocol, sock=ours)
+            transports.append(transport)
+        gone, here = transports
+        gone.abort()
+        for number in range(100):
+            few.add(loop, gone, functools.partial(done.append, number))
+        few.add(loop, here, functools.partial(done.append, -1))
+        await asyncio.sleep(0)
+        assert done == [-1]
+        here.abort()
+        await asyncio.sleep(0)
 
 
 @pytest.mark.anyio

@@ -116,6 +116,19 @@ def test_a_tokenizer_that_cannot_be_used_is_refused_with_its_file(tmp_path: Path
     assert not (tmp_path / "out").exists()
 
 
+def test_a_tokenizer_that_cuts_and_fills_up_gives_all_of_a_corpus_and_nothing_else(
+    tmp_path: Path,
+) -> None:
+    (tmp_path / "text.txt").write_text("loom weave " * 50)
+    tokenizer = Tokenizer(models.WordLevel({"loom": 0, "weave": 1, "pad": 2}))
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    tokenizer.enable_truncation(8)
+    tokenizer.enable_padding(pad_id=2, length=128)
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    tokenize(tmp_path / "text.txt", "--out", tmp_path / "out", "--tokenizer", tmp_path)
+    assert read_index(tmp_path / "out").tokens == 100
+
+
 def test_rows_of_parquet_are_documents(tmp_path: Path) -> None:
     arrow = pytest.importorskip("pyarrow")
     parquet = pytest.importorskip("pyarrow.parquet")

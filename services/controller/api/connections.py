@@ -63,24 +63,33 @@ class ConnectionLimits:
 
 
 class FewARound:
-    """Does what it is given in the order in which that came, a few in each round of the loop.
+    """Does what it is given in the order in which that came, for a few connections in each round of the loop.
 
     Args:
-        most: So many.
+        most: For so many; those that are closed do not count.
     """
 
     def __init__(self, most: int) -> None:
         self._most = most
-        self._waiting: deque[Callable[[], None]] = deque()
+        self._waiting: deque[tuple[asyncio.BaseTransport, Callable[[], None]]] = deque()
 
-    def add(self, loop: asyncio.AbstractEventLoop, do: Callable[[], None]) -> None:
-        """Have it done in a later round."""
-        self._waiting.append(do)
+    def add(
+        self,
+        loop: asyncio.AbstractEventLoop,
+        transport: asyncio.BaseTransport,
+        do: Callable[[], None],
+    ) -> None:
+        """Have it done in a later round, unless the connection is closed by then."""
+        self._waiting.append((transport, do))
         if len(self._waiting) == 1:
             loop.call_soon(self._work, loop)
 
     def _work(self, loop: asyncio.AbstractEventLoop) -> None:
-        some = [self._waiting.popleft() for _ in range(min(self._most, len(self._waiting)))]
+        some: list[Callable[[], None]] = []
+        while self._waiting and len(some) < self._most:
+            transport, do = self._waiting.popleft()
+            if not transport.is_closing():
+                some.append(do)
         # Before the work: if that fails, those that still wait have their turn.
         if self._waiting:
             loop.call_soon(self._work, loop)
@@ -104,7 +113,6 @@ class BoundedProtocol(H11Protocol):
     _framing_bytes: int = 0
     _left: int = 0
     _lines: int = 0
-    _last_bytes: bytes = b""
     _pending: bytes = b""
     _is_refused: bool = False
 
@@ -134,7 +142,7 @@ class BoundedProtocol(H11Protocol):
         """Take a part of a request; the first one starts the request's deadline. Chunks have to wait for their turn."""
         if self._is_refused:
             return
-        if self._is_amid_chunks():
+        if self._pending or self._has_to_wait(data):
             self._take_later(data)
             return
         head, rest = self._parted(data)
@@ -143,16 +151,26 @@ class BoundedProtocol(H11Protocol):
             return
         self._take(head)
         if rest and not self._is_refused:
-            take = self._take_later if self._is_amid_chunks() else self._take
+            take = self._take_later if self._has_to_wait(rest) else self._take
             take(rest)
 
     def _parted(self, data: bytes) -> tuple[bytes, bytes]:
         """What of it belongs to a head, and what is behind."""
         if self.conn.their_state is not h11.IDLE:
             return data, b""
-        end = _END_OF_HEAD.search(self._last_bytes + data)
-        size = len(data) if end is None else end.end() - len(self._last_bytes)
+        before = self._before()
+        end = _END_OF_HEAD.search(before + data)
+        size = len(data) if end is None else end.end() - len(before)
         return data[:size], data[size:]
+
+    def _before(self) -> bytes:
+        """What of a head's end has come already."""
+        return self.conn.trailing_data[0][-2:]
+
+    def _has_to_wait(self, data: bytes) -> bool:
+        """Whether it has chunks in it, or may have: those of a request behind a body whose length was announced."""
+        is_body = self.conn.their_state is h11.SEND_BODY
+        return is_body and (self._is_in_chunks() or len(data) > self._left)
 
     def _is_amid_chunks(self) -> bool:
         return self.conn.their_state is h11.SEND_BODY and self._is_in_chunks()
@@ -162,7 +180,7 @@ class BoundedProtocol(H11Protocol):
         self._pending += data
         self.transport.pause_reading()
         if len(self._pending) == len(data):
-            self.chunked.add(self.loop, self._take_pending)
+            self.chunked.add(self.loop, self.transport, self._take_pending)
 
     def _take_pending(self) -> None:
         data, self._pending = self._pending, b""
@@ -207,13 +225,14 @@ class BoundedProtocol(H11Protocol):
     def _has_many_lines(self, data: bytes) -> bool:
         """Whether a head of which this is a part has more lines than any that is meant well."""
         if self.conn.their_state is not h11.IDLE:
-            self._lines, self._last_bytes = 0, b""
+            self._lines = 0
             return False
-        seen = self._last_bytes + data
+        before = self._before()
+        seen = before + data
         end = _END_OF_HEAD.search(seen)
         last = len(seen) if end is None else end.end()
-        lines = self._lines + seen.count(b"\n", len(self._last_bytes), last)
-        self._lines, self._last_bytes = (lines, seen[-2:]) if end is None else (0, b"")
+        lines = self._lines + seen.count(b"\n", len(before), last)
+        self._lines = lines if end is None else 0
         return lines > _MOST_LINES
 
     def send_400_response(self, msg: str) -> None:
@@ -251,7 +270,7 @@ class BoundedProtocol(H11Protocol):
         if cycle is not None:  # whoever works on the request would answer it, too
             cycle.disconnected = True
             cycle.message_event.set()
-        self.refusals.add(self.loop, functools.partial(self._end_with, answer))
+        self.refusals.add(self.loop, self.transport, functools.partial(self._end_with, answer))
         self._watch()
 
     def _end_with(self, answer: Callable[[], bytes]) -> None:

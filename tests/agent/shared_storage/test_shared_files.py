@@ -28,6 +28,7 @@ from services.worker.agent.storage.exporter import Exporter
 from services.worker.agent.storage.job_storage import purge
 from tests.agent.conftest import JOB, launch
 from tests.agent.shared_storage.places import CONTENT, NODES, SHARD, Place, commit, verify
+from tests.waiting import until
 
 
 def test_what_one_node_commits_another_one_loads(place: Place) -> None:
@@ -82,7 +83,7 @@ def test_an_overtaken_attempt_commits_nothing_and_what_it_wrote_goes(place: Plac
     fact = place.on("node-1").commit(commit(late))
     assert isinstance(fact, CheckpointLost)
     assert place.committed("node-1") == []
-    assert not {name for name in place.names() if name.startswith("shards")}
+    until(lambda: not {name for name in place.names() if name.startswith("shards")})
 
 
 def test_a_damaged_shard_is_found_and_a_damaged_record_is_passed_over(place: Place) -> None:

@@ -14,6 +14,8 @@ from typing import Final
 
 _MOST_LEVELS: Final = 10_000
 _MOST_NAMES: Final = 1 << 16
+_MOST_UNDONE: Final = 100
+_BY_ANOTHER: Final = (errno.ENOENT, errno.ENOTEMPTY)
 _ONLY_A_FOLDER: Final = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 
 
@@ -35,12 +37,18 @@ def remove_tree(folder: Path) -> None:
         folder.unlink()
         return
     try:
+        undone = 0
         for _ in range(_MOST_LEVELS):
             names = _names(root)
             for name in names:
                 if not _is_unlinked(root, name):
-                    with contextlib.suppress(FileNotFoundError):  # another thread removes it, too
+                    try:
                         _empty(root, name)
+                    except OSError as error:
+                        # Another thread may remove it, too, and puts folders in it beside others.
+                        undone += 1
+                        if undone > _MOST_UNDONE or error.errno not in _BY_ANOTHER:
+                            raise
             if not names:
                 folder.rmdir()
                 return

@@ -46,12 +46,16 @@ def removed_soon(remove: Callable[[], None]) -> bool:
     """Have something removed, and wait for that, not for long; it goes on. Blocking.
 
     Args:
-        remove: Removes it, and raises nothing.
+        remove: Removes it; what it raises meanwhile is raised here.
 
     Returns:
         Whether that has ended.
     """
-    return bool(wait([_REMOVING.submit(remove)], REMOVED_WITHIN_S).done)
+    removing = _REMOVING.submit(remove)
+    has_ended = bool(wait([removing], REMOVED_WITHIN_S).done)
+    if has_ended:
+        removing.result()
+    return has_ended
 
 
 def take_reserve() -> None:

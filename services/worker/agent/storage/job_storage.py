@@ -4,7 +4,7 @@ import contextlib
 import errno
 import os
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Final
@@ -84,6 +84,7 @@ class Storage:
         self._writing_cards = threading.Lock()
         self._ranks_are = ranks_are
         self._in_doubt: dict[str, dict[str, CommitCheckpoint]] = {}
+        self._removing: set[str] = set()
 
     def open_attempt(
         self, command: LaunchGang, progress: Progress | None = None
@@ -126,9 +127,11 @@ class Storage:
         with self._writing_cards:
             self._write_card(card)
         self.files.require_known()
-        left = chain.abandoned()
-        if left and not removed_soon(partial(self._remove_each, left)):
-            _log.warning("not_removed_yet", job=command.job_id, fence=command.fence)
+        # What a removal of it finds that goes on since an older attempt, it removes, too.
+        if chain.abandoned() and command.job_id not in self._removing:
+            self._removing.add(command.job_id)
+            if not removed_soon(partial(self._remove_abandoned, chain, command.job_id)):
+                _log.warning("not_removed_yet", job=command.job_id, fence=command.fence)
         if source is not None:
             self.bring(command.job_id, source, progress)
         if self._ranks_are is not None:
@@ -379,14 +382,25 @@ class Storage:
                     path = chain.shard_folder(checkpoint_id) / shard.name
                     self.files.fetch(path, shard, for_job, told.took)
 
-    def _remove_each(self, folders: Sequence[Path]) -> None:
-        for folder in folders:
-            try:
-                self.files.remove(folder)
-            except OSError as error:  # a rank of an older attempt may still write there
-                _log.warning("not_removed", folder=str(folder), why=str(error))
-            else:
-                _log.info("uncommitted_checkpoint_removed", checkpoint=folder.name)
+    def _remove_abandoned(self, chain: CommitChain, job_id: str) -> None:
+        tried = set[Path]()
+        try:
+            while left := [each for each in chain.abandoned() if each not in tried]:
+                for folder in left:
+                    self._remove_left(folder)
+                tried.update(left)
+        finally:
+            self._removing.discard(job_id)
+
+    def _remove_left(self, folder: Path) -> None:
+        try:
+            self.files.remove(folder)
+        except FileNotFoundError:  # another thread was quicker
+            return
+        except OSError as error:  # a rank of an older attempt may still write there
+            _log.warning("not_removed", folder=str(folder), why=str(error))
+        else:
+            _log.info("uncommitted_checkpoint_removed", checkpoint=folder.name)
 
     def _remove_shards(self, chain: CommitChain, checkpoint_id: str) -> None:
         with contextlib.suppress(FileNotFoundError):

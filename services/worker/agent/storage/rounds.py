@@ -169,7 +169,9 @@ class StorageRounds:
             if job in known
         )
         over = {job_id for job_id, s in known.items() if s.is_over and job_id not in gangs}
-        await self._go_on_removing(partial(self._remove_orphans, jobs, over, is_of_all=is_of_all))
+        remove = partial(self._remove_orphans, jobs, over, is_of_all=is_of_all)
+        if not await self._go_on_removing(remove) and is_of_all:
+            self._all_due_at = time.monotonic()
         await asyncio.to_thread(self._folder.prune, [j for j, s in known.items() if s.deleted])
         return waiting
 
@@ -214,14 +216,16 @@ class StorageRounds:
         elif os.path.lexists(records):
             self._remove(records)
 
-    async def _go_on_removing(self, remove: Callable[[], None]) -> None:
+    async def _go_on_removing(self, remove: Callable[[], None]) -> bool:
         """Remove, unless what an earlier round removes takes long: lost jobs are looked for meanwhile."""
+        begins = self._removing is None
         if self._removing is None:
             self._removing = asyncio.create_task(in_removing_thread(remove))
         await asyncio.wait({self._removing}, timeout=REMOVED_WITHIN_S)
         if self._removing.done():
             removing, self._removing = self._removing, None
             removing.result()
+        return begins
 
     def _remove_orphans(self, jobs: Iterable[str], over: Set[str], *, is_of_all: bool) -> None:
         """Shards that no manifest names, drafts, unfinished traces; each only after it was so for long.

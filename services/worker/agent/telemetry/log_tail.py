@@ -89,14 +89,15 @@ class LogTail:
         none. Where its file system has who reads wait for who writes, as XFS does, a rank can make this last a minute.
         Where its lines took long, and ``waits``, it waits for others of which that is so.
         """
-        if not self._in_use.acquire(blocking=False):
-            return []
-        try:
-            return self._read(limit, last=last, waits=waits)
-        finally:
-            self._in_use.release()
+        with self._turn(waits=waits):
+            if not self._in_use.acquire(blocking=False):
+                return []
+            try:
+                return self._read(limit, last=last)
+            finally:
+                self._in_use.release()
 
-    def _read(self, limit: int, *, last: bool, waits: bool) -> list[TailedLine]:
+    def _read(self, limit: int, *, last: bool) -> list[TailedLine]:
         try:
             size = self._size()
             if size < self._offset and self._end is None:
@@ -117,14 +118,14 @@ class LogTail:
             return []
         self._unreadable = False
         last = last and self._offset + len(chunk) >= size
-        with self._turn(waits=waits):
-            return lines + self._lines(chunk, limit - len(lines), last=last)
+        return lines + self._lines(chunk, limit - len(lines), last=last)
 
     @contextlib.contextmanager
     def _turn(self, *, waits: bool) -> Iterator[None]:
         """Within, lines are made. Once its ranks have ended it waits no longer: its gang would end without them."""
         has_turn = False
-        while waits and self._takes_long() and self._ended_at is None and not has_turn:
+        waits = waits and self._takes_long()
+        while waits and self._ended_at is None and not has_turn:
             has_turn = ONE_AT_A_TIME.acquire(timeout=_LOOKS_FOR_THE_END_S)
         # Not by the clock: beside others that take long every log would seem to.
         began_s = time.thread_time()
