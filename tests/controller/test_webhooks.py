@@ -543,18 +543,20 @@ async def test_a_redis_that_was_away_does_not_count_as_away_until_a_long_wait_is
         troubles: dict[str, str] = {}
         watched = dataclasses.replace(ports, events=Watched())
         loop = asyncio.create_task(webhooks.deliver_webhooks(watched, 1, _Stubborn(""), troubles))
-        with Redis.from_url(redis_url) as redis:
-            async with asyncio.timeout(60):
-                while not waits:  # noqa: ASYNC110 no event tells
-                    await asyncio.sleep(0.01)
-                while not troubles:
-                    redis.client_kill_filter(_type="normal", skipme=True)
-                    await asyncio.sleep(0.01)
-                away = len(waits)
-                while troubles:  # noqa: ASYNC110 as above
-                    await asyncio.sleep(0.01)
-        loop.cancel()
-        await asyncio.gather(loop, return_exceptions=True)
+        try:
+            with Redis.from_url(redis_url) as redis:
+                async with asyncio.timeout(60):
+                    while not waits:  # noqa: ASYNC110 no event tells
+                        await asyncio.sleep(0.01)
+                    while not troubles:
+                        redis.client_kill_filter(_type="normal", skipme=True)
+                        await asyncio.sleep(0.01)
+                    away = len(waits)
+                    while troubles:  # noqa: ASYNC110 as above
+                        await asyncio.sleep(0.01)
+        finally:
+            loop.cancel()
+            await asyncio.gather(loop, return_exceptions=True)
     assert waits[0] == 10.0
     assert waits[away] < 1.0
 
