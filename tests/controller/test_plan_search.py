@@ -86,7 +86,7 @@ def test_what_the_spec_names_beside_the_model_names_a_question_only_if_it_is_set
             },
             "train": {"precision": {"params": "fp32", "reduce": "fp32"}},
             "question": plain.model_dump(
-                mode="json", exclude={"probe_id", "spec", "timeout_s", "memory_bytes"}
+                mode="json", exclude={"probe_id", "spec", "timeout_s", "memory_bytes", "owner"}
             ),
         },
         sort_keys=True,
