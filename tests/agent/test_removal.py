@@ -165,7 +165,7 @@ class Ended:
 
 
 def test_of_two_that_remove_the_same_neither_keeps_the_other_from_it(tmp_path: Path) -> None:
-    """A job that was purged while what an attempt had left was still being removed was said to be purged in vain."""
+    """The purge of a job failed for good while what one of its attempts had left was still being removed."""
     raised: list[OSError] = []
 
     def remove(folder: Path) -> None:

@@ -190,7 +190,7 @@ def test_orphans_go_once_they_were_of_no_use_for_long_and_what_is_named_stays(
 def test_a_removal_that_takes_long_keeps_no_lost_job_from_being_told(
     rounds: Rounds, client: "redis.Redis", monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A round waited for the end of what ranks can have take minutes, and nobody looked for lost jobs meanwhile."""
+    """A round waited for removals, which ranks can have take minutes, and found no lost job meanwhile."""
     released, begun = threading.Event(), []
 
     def take_long(folder: Path) -> None:
