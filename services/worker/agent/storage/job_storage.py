@@ -127,7 +127,7 @@ class Storage:
         with self._writing_cards:
             self._write_card(card)
         self.files.require_known()
-        # What a removal of it finds that goes on since an older attempt, it removes, too.
+        # One of a job at a time: what an attempt leaves meanwhile, it finds as it looks again.
         if chain.abandoned() and command.job_id not in self._removing:
             self._removing.add(command.job_id)
             if not removed_soon(partial(self._remove_abandoned, chain, command.job_id)):
@@ -383,12 +383,10 @@ class Storage:
                     self.files.fetch(path, shard, for_job, told.took)
 
     def _remove_abandoned(self, chain: CommitChain, job_id: str) -> None:
-        tried = set[Path]()
         try:
-            while left := [each for each in chain.abandoned() if each not in tried]:
-                for folder in left:
+            for _ in range(2):
+                for folder in chain.abandoned():
                     self._remove_left(folder)
-                tried.update(left)
         finally:
             self._removing.discard(job_id)
 
