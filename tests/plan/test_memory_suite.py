@@ -5,6 +5,7 @@ from __future__ import annotations
 from statistics import median
 
 import pytest
+import torch
 
 from tests.engine.gang import Gang, Gangs
 from tests.plan.suite import CASES, SHARED, Held, estimated, measured
@@ -12,8 +13,17 @@ from tests.plan.wide_suite import WIDE, measured_wide
 
 pytestmark = [pytest.mark.ranks, pytest.mark.system]
 
+HAS_BF16 = torch.backends.cpu.get_cpu_capability() == "AVX512"
+# On processors where oneDNN has no convolutions in bf16 PyTorch's own take a second each.
+SLOW = "convnet, bf16, recomputed"
 # By world, so that ranks need not be restarted for each case.
-NAMES = sorted(CASES, key=lambda name: CASES[name].plan.mesh.ranks)
+BY_WORLD = sorted(CASES, key=lambda name: CASES[name].plan.mesh.ranks)
+NAMES = [
+    pytest.param(name, marks=pytest.mark.skipif(not HAS_BF16, reason="needs AVX-512"))
+    if name == SLOW
+    else name
+    for name in BY_WORLD
+]
 OF_EACH_KIND = ["LSTM", "mixture of experts", "mixer"]
 _held: dict[str, Held] = {}
 
@@ -44,8 +54,9 @@ def test_without_libraries_it_is_within_a_tenth_of_live_tensors(name: str, gangs
 
 
 def test_half_of_all_estimates_are_within_a_hundredth_of_live_tensors(gangs: Gangs) -> None:
-    assert len(NAMES) >= 12
-    assert median(off_by_tensors(name, gangs) for name in NAMES) < 0.01
+    names = [name for name in BY_WORLD if HAS_BF16 or name != SLOW]
+    assert len(names) >= 12
+    assert median(off_by_tensors(name, gangs) for name in names) < 0.01
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
