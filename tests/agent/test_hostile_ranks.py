@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from queue import Queue
 from types import SimpleNamespace
 from typing import cast
 
@@ -51,6 +52,7 @@ from services.worker.agent.storage.job_storage import Storage
 from services.worker.agent.storage.shared_files import FolderFiles
 from services.worker.agent.supervisor import Supervisor
 from services.worker.agent.telemetry import gang_logs, log_tail
+from services.worker.agent.telemetry.gang_logs import GangLogs
 from services.worker.agent.telemetry.gang_telemetry import step_record
 from services.worker.agent.telemetry.log_tail import FILE_BYTES, LogTail
 from tests.agent.conftest import (
@@ -298,6 +300,95 @@ def test_of_logs_that_take_long_to_mask_one_is_at_a_time_and_another_waits_for_n
     log_tail.ONE_AT_A_TIME.release()
 
 
+def test_a_log_that_turns_out_to_take_long_makes_others_wait_for_one_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """24 ranks that begin so at one moment had the agent's loop 7 s late: none was known to take long yet."""
+    worked_s = 0.0
+    monkeypatch.setattr(
+        log_tail,
+        "time",
+        SimpleNamespace(monotonic=lambda: 0.0, thread_time=lambda: worked_s),
+    )
+    turns: list[tuple[bool, bool]] = []
+
+    class Noting(Mask):
+        def text(self, text: str) -> str:
+            nonlocal worked_s
+            locks = log_tail.ONE_OF_THE_OTHERS, log_tail.ONE_AT_A_TIME
+            turns.append((locks[0].locked(), locks[1].locked()))
+            worked_s += 0.1
+            return text
+
+    log = tmp_path / "0.log"
+    log.write_text("a line\n" * 10)
+    tail = LogTail(log, Noting({}))
+    assert [len(tail.read(10)) for _ in range(5)] == [1, 3, 3, 3, 0]
+    assert turns == [(True, False)] + [(False, True)] * 9
+
+
+def test_a_log_that_waits_for_its_turn_can_be_started_over_and_is_read_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    is_open = threading.Event()
+
+    def noting(path: Path) -> int:
+        is_open.set()
+        return open_plain(path)
+
+    monkeypatch.setattr(log_tail, "FILE_BYTES", 1_000)
+    monkeypatch.setattr(log_tail, "open_plain", noting)
+    log = tmp_path / "0.log"
+    log.write_text("".join(f"line {number}\n" for number in range(200)))
+    tail, read = LogTail(log), Queue[list[str]]()
+
+    def read_all() -> None:
+        read.put([line.text for line in tail.read(1_000)])
+
+    reading = threading.Thread(target=read_all)
+    with log_tail.ONE_OF_THE_OTHERS:
+        reading.start()
+        assert is_open.wait(60)
+        assert tail.cut_back()  # once it has read the file
+    reading.join()
+    read_all()
+    lines = [
+        text for each in (read.get(), read.get()) for text in each if "bytes until" not in text
+    ]
+    assert lines == [f"line {number}" for number in range(200)]
+
+
+def test_the_loop_waits_for_lines_of_one_gang_and_not_of_one_after_another(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    waits: list[GangLogs] = []
+    begun: list[GangLogs] = []
+
+    class Counting(threading.Event):
+        def wait(self, timeout: float | None = None) -> bool:
+            waits.append(begun[-1])
+            return super().wait(timeout)
+
+    clock = SimpleNamespace(monotonic=lambda: 100.0, time_ns=time.time_ns)
+    monkeypatch.setattr(gang_logs, "time", clock)
+    monkeypatch.setattr(gang_logs, "threading", SimpleNamespace(Event=Counting))
+    monkeypatch.setattr(GangLogs, "_waits_from", 0.0)
+    gangs = []
+    for name in ("ann", "sam", "joe"):
+        folder = tmp_path / name
+        folder.mkdir()
+        gangs.append(watched(folder)._logs)
+        gangs[-1]._beside = lambda work: threading.Thread(target=work).start()
+        (folder / "rank-0.stdout.log").write_text("a line\n")
+    with log_tail.ONE_OF_THE_OTHERS:
+        for each in gangs:
+            begun.append(each)
+            assert each.take(last=False) == ()
+    assert waits == gangs[:1]
+    for each in gangs:
+        until(lambda each=each: each.take(last=False))  # type: ignore[misc] # a default
+
+
 def test_the_loop_does_not_wait_again_for_logs_that_took_long(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -330,6 +421,7 @@ def test_the_loop_does_not_wait_again_for_logs_that_took_long(
         assert len(logs.take(last=False)) == 1
         return waits[0]
 
+    monkeypatch.setattr(GangLogs, "_waits_from", 0.0)
     assert [take(), take(), take()] == [1, 1, 1]
     seconds[0] = 0.0
     assert [take(), take(), take()] == [1, 2, 3]

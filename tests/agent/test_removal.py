@@ -1,6 +1,7 @@
 """Folders that ranks have made as deep, as odd or as unquiet as they can are removed all the same."""
 
 import asyncio
+import contextlib
 import os
 import subprocess
 import sys
@@ -9,6 +10,8 @@ import threading
 import tracemalloc
 from functools import partial
 from pathlib import Path
+from queue import Queue
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -204,6 +207,56 @@ def make_wide(folder: Path, levels: int) -> None:
     folder.mkdir(parents=True)
     for number in range(4 if levels else 0):
         make_wide(folder / str(number), levels - 1)
+
+
+@pytest.mark.parametrize("inner", ["", "a"], ids=["at its top", "within"])
+def test_who_goes_on_to_write_in_a_folder_keeps_its_removal_from_its_end_for_a_while_and_no_longer(
+    inner: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Eight such removals, which a rank can have at will, took all threads of a node: it removed nothing of anybody's."""
+    folder = tmp_path / "left"
+    (folder / "a").mkdir(parents=True)
+    now, names = [0.0], removal._names
+
+    def written_to(descriptor: int) -> list[str]:
+        now[0] += 1.0
+        with contextlib.suppress(FileNotFoundError):
+            (folder / inner / f"file-{now[0]}").touch()
+        return names(descriptor)
+
+    monkeypatch.setattr(removal, "_names", written_to)
+    monkeypatch.setattr(removal, "_MOST_NAMES", 1)
+    monkeypatch.setattr(removal, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    with pytest.raises(TimeoutError, match="still written to"):
+        remove_tree(folder, 100.0)
+    assert 100 <= now[0] <= 103
+    monkeypatch.undo()
+    remove_tree(folder)
+    assert not folder.exists()
+
+
+def test_few_threads_of_the_storage_wait_for_removals(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With sixteen launches on a node that had something to remove commits waited for two seconds, with 48 for six."""
+    monkeypatch.setattr(reserve, "REMOVED_WITHIN_S", 60.0)
+    released, answers = threading.Event(), Queue[bool]()
+
+    def remove() -> None:
+        answers.put(reserve.removed_soon(lambda: assert_released(released)))
+
+    waiting = [threading.Thread(target=remove) for _ in range(THREADS)]
+    for each in waiting:
+        each.start()
+    try:
+        assert [answers.get(timeout=60) for _ in range(THREADS - 4)] == [False] * (THREADS - 4)
+    finally:
+        released.set()
+    assert [answers.get(timeout=60) for _ in range(4)] == [True] * 4
+    for each in waiting:
+        each.join()
+
+
+def assert_released(released: threading.Event) -> None:
+    assert released.wait(60)
 
 
 def test_removals_that_take_long_keep_no_other_job_from_being_launched(

@@ -9,6 +9,7 @@ import errno
 import itertools
 import os
 import secrets
+import time
 from pathlib import Path
 from typing import Final
 
@@ -16,18 +17,26 @@ _MOST_LEVELS: Final = 10_000
 _MOST_NAMES: Final = 1 << 16
 _MOST_UNDONE: Final = 100
 _BY_ANOTHER: Final = (errno.ENOENT, errno.ENOTEMPTY)
+_WITHIN_S: Final = 60.0
+PURGED_WITHIN_S: Final = 600.0
+"""For so long all of a job may take: people ask for its removal, and would have to ask again."""
 _ONLY_A_FOLDER: Final = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 
 
-def remove_tree(folder: Path) -> None:
+def remove_tree(folder: Path, within_s: float = _WITHIN_S) -> None:
     """Remove a folder and all that is in it, or what is in its place. Links are not followed.
 
     Blocking.
 
+    Args:
+        folder: It.
+        within_s: For so many seconds at most: who goes on to write there must not keep a thread for ever.
+
     Raises:
-        OSError: Something cannot be removed; or it has more than ten thousand levels, or somebody
+        OSError: Something cannot be removed; or it has more than ten thousand levels, takes too long, or somebody
             goes on to write there. Another call removes more.
     """
+    deadline = time.monotonic() + within_s
     try:
         _open_up(None, str(folder))
         root = os.open(folder, _ONLY_A_FOLDER)
@@ -41,9 +50,10 @@ def remove_tree(folder: Path) -> None:
         for _ in range(_MOST_LEVELS):
             names = _names(root)
             for name in names:
+                _require_time(deadline, folder)
                 if not _is_unlinked(root, name):
                     try:
-                        _empty(root, name)
+                        _empty(root, name, deadline)
                     except OSError as error:
                         # Another thread may remove it, too, and puts folders in it beside others.
                         undone += 1
@@ -63,13 +73,21 @@ def remove_what_can_be(folder: Path) -> None:
         remove_tree(folder)
 
 
-def _empty(root: int, name: str) -> None:
+def _require_time(deadline: float, folder: Path) -> None:
+    if time.monotonic() > deadline:
+        raise TimeoutError(
+            errno.ETIMEDOUT, "there is too much in it, or it is still written to", str(folder)
+        )
+
+
+def _empty(root: int, name: str, deadline: float) -> None:
     """Remove the folder ``name``; the folders in it, one level less deep, are put beside it."""
     _open_up(root, name)
     inner = os.open(name, _ONLY_A_FOLDER, dir_fd=root)
     try:
         is_looked_at = False
         while not is_looked_at:
+            _require_time(deadline, Path(name))
             names = _names(inner)
             is_looked_at = len(names) < _MOST_NAMES
             for each in names:

@@ -19,6 +19,8 @@ _REMOVING_THREADS: Final = 8
 _REMOVING: Final = ThreadPoolExecutor(_REMOVING_THREADS, thread_name_prefix="removing")
 REMOVED_WITHIN_S: Final = 2.0
 """For so long a launch, and a round through the storage, waits for what it has removed."""
+# Who waits has a thread of the storage, which commits need, too.
+_WAITING: Final = threading.BoundedSemaphore(4)
 _Arguments = ParamSpec("_Arguments")
 _Result = TypeVar("_Result")
 
@@ -43,7 +45,7 @@ async def in_removing_thread(
 
 
 def removed_soon(remove: Callable[[], None]) -> bool:
-    """Have something removed, and wait for that, not for long; it goes on. Blocking.
+    """Have something removed, and wait for that, not for long, and not where four wait already; it goes on. Blocking.
 
     Args:
         remove: Removes it; what it raises meanwhile is raised here.
@@ -52,7 +54,12 @@ def removed_soon(remove: Callable[[], None]) -> bool:
         Whether that has ended.
     """
     removing = _REMOVING.submit(remove)
-    has_ended = bool(wait([removing], REMOVED_WITHIN_S).done)
+    if _WAITING.acquire(blocking=False):
+        try:
+            wait([removing], REMOVED_WITHIN_S)
+        finally:
+            _WAITING.release()
+    has_ended = removing.done()
     if has_ended:
         removing.result()
     return has_ended

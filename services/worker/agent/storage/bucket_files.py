@@ -32,7 +32,7 @@ from services.contract.storage.job_cards import CARD
 from services.contract.storage.manifests import ShardFile
 from services.contract.system.durable import make_folders, names_like, sync_folder, write_new
 from services.contract.words.ids import is_job_id
-from services.worker.agent.host.removal import remove_tree, remove_what_can_be
+from services.worker.agent.host.removal import PURGED_WITHIN_S, remove_tree, remove_what_can_be
 from services.worker.agent.storage.identity import BYTES, IDENTITY, NAME
 from services.worker.agent.storage.shard_check import digest_fault, fault_of, size_fault
 
@@ -249,7 +249,11 @@ class BucketFiles:
         self._bucket.delete(f"{job_id}/{CARD}")
         for folder in sorted(self._bucket.folders(job_id) - {"chain"}):
             self._bucket.remove(f"{job_id}/{folder}")
-        self.remove(self._root / job_id)
+        whole = self._root / job_id
+        self._bucket.remove(self._name(whole))
+        self._forget_below(whole)
+        if os.path.lexists(whole):
+            remove_tree(whole, PURGED_WITHIN_S)
 
     def forget_copies(self) -> None:
         """See ``SharedFiles.forget_copies``: shards; ranks of an earlier life whose uploads may be missing have died with it."""

@@ -13,7 +13,7 @@ from services.contract.storage.manifests import ShardFile
 from services.contract.storage.record_files import FolderRecords, RecordFiles
 from services.contract.storage.storage_address import BucketAddress
 from services.contract.system.durable import StorageAwayError, open_plain, sync_folder
-from services.worker.agent.host.removal import remove_tree
+from services.worker.agent.host.removal import PURGED_WITHIN_S, remove_tree
 from services.worker.agent.storage.identity import (
     make_identity,
     read_identity,
@@ -233,7 +233,7 @@ class FolderFiles(FolderRecords):
             folder.rename(self._root / f".purged-{job_id}-{secrets.token_hex(8)}")
             sync_folder(self._root)
         for left in self._root.glob(f".purged-{job_id}-*"):
-            remove_tree(left)
+            remove_tree(left, PURGED_WITHIN_S)
 
     def forget_copies(self) -> None:
         """See ``SharedFiles.forget_copies``."""

@@ -11,7 +11,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Mapping
 from functools import partial
-from typing import Final, Literal
+from typing import ClassVar, Final, Literal
 
 from services.contract.messages.rank_pipe import RankSeat
 from services.contract.messages.telemetry import LogLine
@@ -22,6 +22,7 @@ from services.worker.agent.telemetry.log_tail import IN_USE_WITHIN_S, LogTail
 LINES_PER_BEAT: Final = 1_000
 _LINES_PER_READ: Final = 250
 _READ_WITHIN_S: Final = 0.05
+_WAITS_AGAIN_S: Final = 0.5
 LOOK_EVERY_S: Final = 1.0
 """So often it is looked whether a file is too long."""
 _STREAMS: Final[tuple[Literal["stdout", "stderr"], ...]] = ("stdout", "stderr")
@@ -47,6 +48,9 @@ class GangLogs:
     Attributes:
         mask: Takes secrets out of what the ranks say: all have the same.
     """
+
+    # For lines of a gang the agent's loop waits a moment, but not for those of one gang after another.
+    _waits_from: ClassVar = 0.0
 
     def __init__(
         self,
@@ -113,8 +117,9 @@ class GangLogs:
         except RuntimeError:  # ranks may have taken all threads
             self._read(reading, last=last, waits=False)
         # In the loop: for each of many gangs whose ranks write what takes long that would be seconds at each beat.
-        if not self._was_slow:
-            reading.done.wait(_READ_WITHIN_S)
+        is_due = not self._was_slow and time.monotonic() >= GangLogs._waits_from
+        if is_due and not reading.done.wait(_READ_WITHIN_S):
+            GangLogs._waits_from = time.monotonic() + _WAITS_AGAIN_S
         return reading
 
     def _is_late(self) -> bool:

@@ -33,8 +33,11 @@ IN_USE_WITHIN_S: Final = 2.0
 ONE_AT_A_TIME: Final = threading.Lock()
 """Held while lines are made of a log of which that took long, which is work of the processor: of many threads that do so at
 once each has the agent's loop wait for its turn, at whatever that does."""
+ONE_OF_THE_OTHERS: Final = threading.Lock()
+"""Held while lines are made of any other, which may turn out to take long, and is left for the next time then."""
 _LOOKS_FOR_THE_END_S: Final = 0.25
 _LONG_S: Final = 0.05
+_TURN_S: Final = 0.25
 _LONG_FOR_S: Final = 60.0  # a rank decides what it writes next
 _LOOKS_FOR_GROWTH: Final = 10
 _LOOK_S: Final = 0.01
@@ -80,6 +83,7 @@ class LogTail:
         self._ended_at: float | None = None
         self._in_use = threading.Lock()
         self._takes_long_until: float | None = None
+        self._times_started_over = 0
 
     def read(self, limit: int, *, last: bool = False, waits: bool = True) -> list[TailedLine]:
         """At most ``limit`` of the lines that were not read before.
@@ -87,46 +91,59 @@ class LogTail:
         A line without its end is held back until it has one or is too long, except where
         ``last`` says that nobody writes any more. While another thread reads the file or starts it over there are
         none. Where its file system has who reads wait for who writes, as XFS does, a rank can make this last a minute.
-        Where its lines took long, and ``waits``, it waits for others of which that is so.
+        If it ``waits``, lines are made of one log at a time, and beside it of one of which that took long; what takes
+        longer than a turn is made later.
         """
+        if not self._in_use.acquire(blocking=False):
+            return []
+        try:
+            lines, chunk, last = self._read(limit, last=last)
+            times = self._times_started_over
+        finally:
+            self._in_use.release()
+        if not chunk:
+            return lines
+        # It is not in use while it waits, so that it can be started over; what was read is read again then.
         with self._turn(waits=waits):
             if not self._in_use.acquire(blocking=False):
-                return []
+                return lines
             try:
-                return self._read(limit, last=last)
+                if times == self._times_started_over:
+                    lines += self._lines(chunk, limit - len(lines), last=last)
             finally:
                 self._in_use.release()
+        return lines
 
-    def _read(self, limit: int, *, last: bool) -> list[TailedLine]:
+    def _read(self, limit: int, *, last: bool) -> tuple[list[TailedLine], bytes, bool]:
+        """What there is to say of it, what follows in it, and whether that is the last of it."""
+        lines: list[TailedLine] = []
         try:
             size = self._size()
             if size < self._offset and self._end is None:
                 self._start_over()
             if size <= self._offset or limit <= 0:
-                return []
+                return lines, b"", last
             with open(open_plain(self._path), "rb") as file:  # noqa: PTH123 a descriptor
-                lines = []
                 if size - self._offset > BACKLOG_BYTES:
                     dropped = self._pass_over(file, size - _KEPT_BYTES)
                     lines.append(TailedLine("warning", dropped))
                 file.seek(self._offset)
                 chunk = file.read(min(_CHUNK_BYTES, size - self._offset))
         except FileNotFoundError:
-            return []
+            return lines, b"", last
         except OSError:  # a fault of the disk must not hold up the end of a gang
             self._unreadable = True
-            return []
+            return lines, b"", last
         self._unreadable = False
-        last = last and self._offset + len(chunk) >= size
-        return lines + self._lines(chunk, limit - len(lines), last=last)
+        return lines, chunk, last and self._offset + len(chunk) >= size
 
     @contextlib.contextmanager
     def _turn(self, *, waits: bool) -> Iterator[None]:
         """Within, lines are made. Once its ranks have ended it waits no longer: its gang would end without them."""
+        turn = ONE_AT_A_TIME if self._takes_long() else ONE_OF_THE_OTHERS
         has_turn = False
-        waits = waits and self._takes_long()
         while waits and self._ended_at is None and not has_turn:
-            has_turn = ONE_AT_A_TIME.acquire(timeout=_LOOKS_FOR_THE_END_S)
+            has_turn = turn.acquire(timeout=_LOOKS_FOR_THE_END_S)
         # Not by the clock: beside others that take long every log would seem to.
         began_s = time.thread_time()
         try:
@@ -135,7 +152,7 @@ class LogTail:
             if time.thread_time() - began_s > _LONG_S:
                 self._takes_long_until = time.monotonic() + _LONG_FOR_S
             if has_turn:
-                ONE_AT_A_TIME.release()
+                turn.release()
 
     def _takes_long(self) -> bool:
         return self._takes_long_until is not None and time.monotonic() < self._takes_long_until
@@ -237,6 +254,7 @@ class LogTail:
         self._offset = 0
         self._inside_cut_line = False
         self._broken_at = -1
+        self._times_started_over += 1
 
     def _size(self) -> int:
         size = self._path.lstat().st_size
@@ -245,7 +263,11 @@ class LogTail:
     def _lines(self, chunk: bytes, limit: int, *, last: bool) -> list[TailedLine]:
         lines: list[TailedLine] = []
         start = 0
+        within_s = _TURN_S if self._takes_long() else _LONG_S
+        began_s = time.thread_time()
         while len(lines) < limit and start < len(chunk):
+            if time.thread_time() - began_s > within_s:
+                break
             end = chunk.find(b"\n", start)
             if end < 0 and not last and len(chunk) - start < _PARTIAL_BYTES:
                 break
