@@ -456,6 +456,7 @@ def test_a_node_is_not_measured_where_ranks_run(node: Node) -> None:
     node.controller.fact(GangEnded)
 
 
+@pytest.mark.system
 def test_a_node_is_measured_once_and_its_figures_are_kept(node: Node) -> None:
     first = node.measure()
     assert first.failure is None
@@ -600,6 +601,7 @@ def test_who_asks_for_much_makes_others_wait_for_one(
     asyncio.run(run())
 
 
+@pytest.mark.system
 def test_an_idle_node_is_measured_before_a_plan_asks_and_ranks_that_start_come_first(
     redis_server: EmbeddedRedis, tmp_path: Path
 ) -> None:

@@ -9,6 +9,7 @@ import contextlib
 from collections import defaultdict
 from dataclasses import dataclass, field
 
+import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
@@ -596,5 +597,11 @@ def test_every_move_of_the_table_leads_somewhere_and_nothing_leads_nowhere() -> 
     assert reached | {JobState.QUEUED} == set(JobState)
 
 
+class ManyLifecycles(Lifecycle):
+    """The same, of which more are gone through."""
+
+
 TestLifecycle = Lifecycle.TestCase
-TestLifecycle.settings = settings(max_examples=120, stateful_step_count=50, derandomize=True)
+TestLifecycle.settings = settings(max_examples=40, stateful_step_count=50, derandomize=True)
+TestManyLifecycles = pytest.mark.system(ManyLifecycles.TestCase)
+TestManyLifecycles.settings = settings(max_examples=240, stateful_step_count=50, derandomize=True)

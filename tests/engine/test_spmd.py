@@ -58,10 +58,12 @@ class Case:
 
 # Names that no other test uses: DTensor remembers specs by equality, and would hand out a
 # parameter on an equal mesh that was made earlier, which both engines refuse.
-CASES = [
+OF_TWO_AXES = [
     Case({"data": 2, "tp": 2}, "data"),
     Case({"tp": 2, "data": 2}, "data"),
     Case({"rep": 2, "tp": 2}, None, "rep"),
+]
+OF_MORE = [
     Case({"data": 2, "cp": 2, "tp": 1}, ("data", "cp")),
     Case({"rep": 2, "data": 2, "tp": 1}, "data", "rep"),
     Case({"rep": 2, "data": 1, "tp": 2}, "data", "rep"),
@@ -70,7 +72,12 @@ CASES = [
 
 
 def test_spmd_meshes_train_as_in_the_reference(gangs: Gangs) -> None:
-    gangs(4).run(compare)
+    gangs(4).run(compare, OF_TWO_AXES)
+
+
+@pytest.mark.system
+def test_spmd_meshes_of_three_and_four_axes_train_as_in_the_reference(gangs: Gangs) -> None:
+    gangs(4).run(compare, OF_MORE)
 
 
 def mesh_of(ctx: RankContext, case: Case) -> DeviceMesh:
@@ -125,8 +132,8 @@ def loss_on(
     return loss.full_tensor()
 
 
-def compare(ctx: RankContext) -> None:
-    for case in CASES:
+def compare(ctx: RankContext, cases: list[Case]) -> None:
+    for case in cases:
         mesh = mesh_of(ctx, case)
         mine, reference = (
             train(
@@ -146,7 +153,7 @@ def test_state_dicts_hold_the_whole_model(gangs: Gangs) -> None:
 def check_state_dicts(ctx: RankContext) -> None:
     torch.manual_seed(8)
     whole = Net().to(ctx.device).state_dict()
-    for case in CASES:
+    for case in [*OF_TWO_AXES, *OF_MORE]:
         mesh = mesh_of(ctx, case)
         model = sharded(ctx, ours(), case, mesh)
         saved = {name: tensor.clone() for name, tensor in model.state_dict().items()}
@@ -165,7 +172,7 @@ def test_sums_pending_over_data_parallel_axes_are_left_to_the_engine(gangs: Gang
 
 
 def check_pending(ctx: RankContext) -> None:
-    case = CASES[0]
+    case = OF_TWO_AXES[0]
     mesh = mesh_of(ctx, case)
     traces = []
     for engine in engines():
@@ -187,7 +194,7 @@ def test_what_does_not_fit_the_mesh_is_refused(gangs: Gangs) -> None:
 
 
 def check_refusals(ctx: RankContext) -> None:
-    case = CASES[0]
+    case = OF_TWO_AXES[0]
     mesh, dims = mesh_of(ctx, case), ours().mesh_dims(shard="data")
     other = init_device_mesh(ctx.device.type, (2, 2), mesh_dim_names=("data", "tp_too"))
     model = distributed(ctx, mesh)

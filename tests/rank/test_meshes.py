@@ -7,6 +7,8 @@ import pytest
 from services.contract.jobs.specs import JobSpec
 from tests.rank.gang import Ranks, Trained, spec_of
 
+pytestmark = pytest.mark.system
+
 MESHES = {
     "hsdp": {"dp_replicate": 2, "dp_shard": 2},
     "tp": {"dp_shard": 2, "tp": 2},
