@@ -561,6 +561,51 @@ async def test_a_redis_that_was_away_does_not_count_as_away_until_a_long_wait_is
     assert waits[away] < 1.0
 
 
+class _Deaf(_Stubborn):
+    """Passes over the word to end, as libraries do that wait for what is done in the same moment."""
+
+    def __init__(self, *, takes: bool) -> None:
+        super().__init__("")
+        self.takes = takes
+        self.asked = 0
+        self.is_asked = asyncio.Event()
+        self.is_asked_again = asyncio.Event()
+
+    async def send(self, _url: str, _headers: Mapping[str, str], _body: bytes) -> None:
+        self.asked += 1
+        self.is_asked.set()
+        if self.asked > 1:
+            self.is_asked_again.set()
+            await asyncio.Event().wait()
+        with contextlib.suppress(asyncio.CancelledError):
+            await asyncio.Event().wait()
+        if not self.takes:
+            raise DeliveryError("the receiver answered 500")
+
+
+@pytest.mark.parametrize("takes", [True, False])
+@pytest.mark.anyio
+async def test_a_delivery_that_misses_the_word_to_end_is_not_waited_for_by_its_term(
+    *, takes: bool
+) -> None:
+    """It went on for a day, and as long the controller whose term had ended took the lead no more."""
+    ticks = itertools.count(1_000)
+    ports = memory_ports(MemoryServer(lambda: next(ticks), epoch=1))
+    wanted = WebhookRequest(url=AnyHttpUrl("https://example.org/a"))
+    sender = _Deaf(takes=takes)
+    await create_webhook(ports, sender, wanted, LOCAL)
+    for number in range(2):
+        await ports.jobs.create(first_decision(_job(number)), Actor("test"), None)
+    loop = asyncio.create_task(webhooks.deliver_webhooks(ports, 1, sender))
+    await sender.is_asked.wait()
+    loop.cancel()
+    again = asyncio.create_task(sender.is_asked_again.wait())
+    await asyncio.wait([loop, again], return_when=asyncio.FIRST_COMPLETED)
+    again.cancel()
+    assert sender.asked == 1
+    assert loop.cancelled()
+
+
 @pytest.mark.anyio
 async def test_one_that_is_removed_while_it_is_sent_stops_no_other() -> None:
     ticks = itertools.count(1_000)

@@ -16,6 +16,7 @@ from tenacity import (
 )
 
 from services.contract.api.views import EventView
+from services.contract.system.cancellation import end_if_told
 from services.controller.domain.access.webhook import Deliveries
 from services.controller.loops.store_retry import StoreRetry, Troubles
 from services.controller.ports.coordination import Ports
@@ -106,6 +107,7 @@ class _Rounds:
         """Send all that the webhook is owed by now."""
         with contextlib.suppress(_RemovedError):
             while entries := await delivery.batch():
+                end_if_told()
                 for entry, event in entries:
                     if event is not None:
                         await self._deliver(delivery, entry, event)
@@ -114,12 +116,17 @@ class _Rounds:
                 _go_on(await delivery.passed(entries[-1][0]))
 
     async def _deliver(self, delivery: Delivery, entry: FeedEntry, event: EventView) -> None:
-        """Send one event until it is taken, ever more slowly, or given up."""
+        """Send one event until it is taken, ever more slowly, or given up.
+
+        Raises:
+            CancelledError: The task was told to end, be it that a library passed over that: the term waits for it.
+        """
 
         async def note(state: RetryCallState) -> None:
             error = None if state.outcome is None else state.outcome.exception()
             if isinstance(error, DeliveryError):
                 _go_on(await delivery.failed(error))
+            end_if_told()  # not after a rest of minutes
 
         tries = AsyncRetrying(
             retry=retry_if_exception(_may_succeed_later),
@@ -129,6 +136,7 @@ class _Rounds:
         )
         try:
             async for attempt in tries:
+                end_if_told()
                 with attempt:
                     async with self._slots_of_one[delivery.webhook.created_by], self._slots:
                         await delivery.send(event)
