@@ -371,9 +371,11 @@ def test_a_record_of_another_job_is_none_of_the_chain(tmp_path: Path) -> None:
     shutil.copy(
         tmp_path / other / "chain" / "00000001.json", tmp_path / JOB / "chain/00000002.json"
     )
+    foreign = manifest(20).model_copy(update={"checkpoint_id": checkpoint_id(other, 20, 1)})
+    (tmp_path / JOB / "chain/00000003.json").write_bytes(record_bytes(foreign))
     assert [record.reason for record in chain.read().damaged] == [
         f"ValueError: it is a record of {other}"
-    ]
+    ] * 2
     assert chain.committed() == []
 
 

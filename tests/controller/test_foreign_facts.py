@@ -299,6 +299,28 @@ def test_what_storage_holds_of_a_job_its_own_nodes_can_tell_and_those_that_were_
     assert after.checkpoints[name].state is CheckpointState.COMMITTED
 
 
+def test_a_job_is_not_found_with_a_checkpoint_of_another_job() -> None:
+    """It would go on from it: with the weights of whoever's job that is."""
+    sue, sam = new_job(), sams()
+    told = found(sue, 10)
+    foreign = linked(sam, 20).manifest
+    FACT.validate_json(told.model_dump_json())
+    for forged in (foreign, foreign.model_copy(update={"job_id": sue.id})):
+        body = told.model_copy(update={"manifests": {**told.manifests, 9: forged}})
+        with pytest.raises(ValidationError, match="a checkpoint that is not of"):
+            FACT.validate_json(body.model_dump_json())
+
+
+def test_of_a_job_that_has_not_begun_no_node_can_tell_what_storage_holds() -> None:
+    """It would wait for a checkpoint that there is not, and nothing of it would be in storage."""
+    job = new_job()
+    forged = linked(job, 20, number=1)
+    assert decide(job, forged, NOW) == Decision(job)
+    again = found_again(found(job), NOW).job
+    assert not again.attempts
+    assert forged.manifest.checkpoint_id in decide(again, forged, NOW).job.checkpoints
+
+
 def test_of_damaged_records_few_are_noted_and_all_of_their_checkpoints_are_corrupt() -> None:
     job = played(running(), saved(running(), 10)).job
     (known,) = job.checkpoints.values()

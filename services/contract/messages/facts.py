@@ -1,9 +1,9 @@
 """What an agent tells the controller: entries of the stream of facts, each bounded in all its parts."""
 
 from enum import IntEnum
-from typing import Annotated, Final, Literal
+from typing import Annotated, Final, Literal, Self
 
-from pydantic import AfterValidator, ConfigDict, FailFast, Field, TypeAdapter
+from pydantic import AfterValidator, ConfigDict, FailFast, Field, TypeAdapter, model_validator
 
 from services.contract.messages.base import Address, Message, OfAttempt
 from services.contract.messages.findings import Findings
@@ -32,7 +32,7 @@ from services.contract.words.bounds import (
     Versions,
     Whole,
 )
-from services.contract.words.ids import CheckpointId, NodeId, TraceId
+from services.contract.words.ids import CheckpointId, NodeId, TraceId, job_of_checkpoint
 
 AGENT_DIED: Final = "the agent of its node died, and the rank with it"
 """The error of an exit that only the boards can tell of."""
@@ -325,6 +325,14 @@ class JobFound(_GangFact):
     damaged: Annotated[tuple[DamagedRecord, ...], FailFast(), AtMostOnePerRank] = ()
     is_running: bool = False
     last_step: Whole = 0
+
+    @model_validator(mode="after")
+    def _is_of_one_job(self) -> Self:
+        # The job goes on from what it is told to have: another's would be loaded as its own.
+        named = ((m.job_id, job_of_checkpoint(m.checkpoint_id)) for m in self.manifests.values())
+        if any(of != (self.job_id, self.job_id) for of in named):
+            raise ValueError(f"it names a checkpoint that is not of {self.job_id}")
+        return self
 
 
 class RecordsClosed(_GangFact):

@@ -55,6 +55,7 @@ from services.contract.system.durable import (
 )
 from services.contract.system.rank_user import RankUser
 from services.contract.words.bounds import MOST_WHOLE
+from services.contract.words.ids import job_of_checkpoint
 
 MOST_USELESS: Final = 10_000
 """So many folders of no use are answered at once: ranks can make millions."""
@@ -380,8 +381,11 @@ class CommitChain:
         if not os.path.lexists(path):  # later ones are there: a listing may lack this one
             self._files.pull_file(path)
         record = record_of(read_plain(path))
-        if record.job_id != self._job.name:
-            raise ValueError(f"it is a record of {record.job_id}")
+        named = record.job_id
+        if named == self._job.name and not isinstance(record, AttemptOpened):
+            named = job_of_checkpoint(record.checkpoint_id)
+        if named != self._job.name:
+            raise ValueError(f"it is a record of {named}")
         return record
 
     def _named_fences(self) -> list[int]:

@@ -241,8 +241,12 @@ def is_foreign(job: Job, event: JobEvent) -> bool:
 
 def _who_may_tell(job: Job, event: GangFact) -> Collection[str]:
     # Of names that no attempt has, any number could be kept in its record.
-    if isinstance(event, CheckpointRetired | JobPurged) or not job.attempts:
+    # Of a job that was found again nobody knows which nodes had its ranks. One that has not begun has nothing in storage:
+    # of a checkpoint of it that somebody tells of each of its attempts would wait for the storage to show it.
+    if isinstance(event, CheckpointRetired | JobPurged) or (job.found and not job.attempts):
         return (event.node_id,)
+    if not job.attempts:
+        return job.readers
     if not isinstance(event, _TRUE_AT_ANY_FENCE):
         return job.attempts[-1].incarnations
     # Ranks that write a checkpoint, and who is commanded to commit it, are on nodes of one of them.
