@@ -1,6 +1,7 @@
 """``meshloom logs``: what a job's ranks wrote, narrowed down and followed."""
 
 import re
+import sys
 from collections import deque
 from collections.abc import Iterable, Iterator
 from datetime import UTC, datetime
@@ -130,7 +131,7 @@ def _lines(
             known.add(line.id)
             yield line
 
-    yield from deque(wanted(noted(client.logs(job_id, **filters))), maxlen=tail)
+    yield from deque(wanted(noted(client.logs(job_id, **filters))), maxlen=min(tail, sys.maxsize))
     if follow:
         newer = (line for line in client.follow_logs(job_id, **filters) if line.id not in known)
         yield from wanted(newer)
@@ -139,7 +140,8 @@ def _lines(
 def _pattern(text: str | None) -> re.Pattern[str] | None:
     try:
         return None if text is None else re.compile(text)
-    except re.error as error:
+    # Of a number that is too large, and of one that is nested too deep.
+    except (re.error, OverflowError, RecursionError) as error:
         raise CliError(f"--grep {text!r} is no regular expression: {error}") from None
 
 

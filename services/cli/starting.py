@@ -203,8 +203,9 @@ def _seen(script: Path) -> _Script:
         tree = ast.parse(script.read_bytes(), str(script))
     except OSError as error:
         raise CliError(f"cannot read {script}: {error.strerror}") from error
-    except (SyntaxError, ValueError) as error:
-        raise CliError(f"{script} is no Python: {error}") from error
+    # Python runs no script either that is nested so deep that it cannot be parsed.
+    except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
+        raise CliError(f"{script} is no Python: {str(error) or 'nested too deep'}") from error
     nodes = list(ast.walk(tree))
     calls = (node for node in nodes if isinstance(node, ast.Call))
     options = (

@@ -72,6 +72,8 @@ def test_a_trainable_in_the_script_is_what_trains(tmp_path: Path) -> None:
     ("name", "text", "words"),
     [
         ("train.py", "def (", "is no Python"),
+        ("train.py", f"x{'.y' * 5_000}", "is no Python"),
+        ("train.py", f"x = {'-' * 50_000}1", "is no Python"),
         ("train me.py", "", "/entrypoint/script"),
         ("gone.py", None, "cannot read"),
     ],

@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 from pydantic import BaseModel, Field
+from ruamel.yaml import YAML
 
 from services.cli.errors import CliError, RefusedError, SpecRefusedError
 from services.cli.request_bodies import read_model
@@ -81,6 +82,23 @@ def test_what_the_file_does_not_say_has_no_line(tmp_path: Path, text: str) -> No
     source = read_text(path)
     assert source.mark("/code") is None
     assert source.mark("") is None
+
+
+def test_a_file_is_composed_once_for_the_lines_of_all_its_faults(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "job.yaml"
+    path.write_text("\n".join(f"key{n}: 1" for n in range(100)))
+    composed, compose = [], YAML.compose
+
+    def counted(yaml: YAML, stream: str) -> object:
+        composed.append(stream)
+        return compose(yaml, stream)
+
+    monkeypatch.setattr(YAML, "compose", counted)
+    told = _refused(path)
+    assert all(f"  line {n + 1}, column 1, /key{n}: " in told for n in range(90))
+    assert len(composed) == 1
 
 
 class _Wanted(BaseModel):

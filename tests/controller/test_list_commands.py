@@ -96,7 +96,9 @@ def _lines_are_narrowed(job_id: str, typed: Callable[..., str]) -> None:
     assert json.loads(line)["text"] == "lately"
     assert "its ranks are 0 to 1" in _refused("logs", job_id, "--rank", "9")
     assert typed("attempts", "slow") == "No attempts yet\n"
-    assert "no regular expression" in _refused("logs", job_id, "--grep", "(")
+    assert typed("logs", job_id, "--tail", "9" * 20) == typed("logs", job_id)
+    for pattern in ("(", "a{99999999999}", "(" * 3_000 + ")" * 3_000):
+        assert "no regular expression" in _refused("logs", job_id, "--grep", pattern)
 
 
 def _things_are_named(
