@@ -144,6 +144,32 @@ async def test_a_subject_has_no_more_than_its_share_of_the_connections(
     assert ("mia", 200) in answers
 
 
+async def test_few_uploads_of_code_begin_in_one_round_of_the_loop() -> None:
+    """Hundreds that are refused for their digest at once took a second; they have bounds of their own beside this."""
+    begun = 0
+
+    async def app(_scope: Scope, _receive: Receive, _send: Send) -> None:
+        nonlocal begun
+        begun += 1
+
+    shares = Shares(app)
+    asks = Principal(subject="max", scope=TokenScope.SUBMITTER)
+    path = "/v1/code/x"
+    scope = {"type": "http", "method": "PUT", "path": path, "headers": []}
+    state = {"principal": asks, "request_id": "r"}
+    requests = [
+        asyncio.create_task(shares({**scope, "state": state}, _nothing, _nowhere))
+        for _ in range(200)
+    ]
+    a_round = []
+    while not all(each.done() for each in requests):
+        before = begun
+        await asyncio.sleep(0)
+        a_round.append(begun - before)
+    assert begun == 200
+    assert max(a_round) <= 2
+
+
 async def test_few_requests_begin_or_are_refused_in_one_round_of_the_loop() -> None:
     begun, refused = list[str](), 0
 

@@ -11,6 +11,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
+import h11
 import httpx2
 import psutil
 import pytest
@@ -223,6 +224,28 @@ def test_what_is_broken_in_the_middle_is_answered_once_and_leaves_no_word_in_the
     assert [line["event"] for line in strict.lines[before:]] == ["request"] * 2
 
 
+@pytest.mark.redis
+@pytest.mark.parametrize(
+    ("head", "behind"),
+    [
+        (b"GET /healthz HTTP/1.0\r\n\r\n", b"\n"),
+        (b"GET /healthz HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n", b"\r\n"),
+        (
+            b"GET /healthz HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n",
+            b"GET /healthz HTTP/1.1\r\nHost: localhost\r\n\r\n",
+        ),
+    ],
+    ids=["a line", "an end of a line", "a request"],
+)
+def test_what_comes_behind_a_connections_last_request_is_passed_over(
+    strict: Controller, head: bytes, behind: bytes
+) -> None:
+    """It was answered 400, though it had been carried out: a client would have sent it again."""
+    back = answered(strict, head + behind)
+    assert back.startswith((b"HTTP/1.1 200 ", b"HTTP/1.0 200 "))
+    assert back.count(b"HTTP/1.") == 1
+
+
 # --- one protocol in this process ---------------------------------------------------------------
 
 
@@ -237,13 +260,33 @@ class Served:
     state: ServerState
 
 
+def bounded(state: ServerState) -> list[BoundedProtocol]:
+    return [each for each in state.connections if isinstance(each, BoundedProtocol)]
+
+
+async def asked_late(state: ServerState, receive: Receive) -> int:
+    """How much comes of a body that is asked for once its connection is refused; -1 where to ask is an error."""
+    await sooner_or_later(lambda: any(each._is_refused for each in bounded(state)))
+    try:
+        return len((await receive()).get("body", b""))
+    except h11.LocalProtocolError:
+        return -1
+
+
 @contextlib.asynccontextmanager
 async def served(
     limits: ConnectionLimits, parts: list[int] | None = None, tls: ssl.SSLContext | None = None
 ) -> AsyncIterator[Served]:
     """Serve; ``parts`` are the sizes in which a request's body comes."""
 
+    is_over = asyncio.Event()
+
     async def answer(scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["path"] == "/late" and parts is not None:
+            parts.append(await asked_late(state, receive))
+            return
+        if scope["path"] == "/waits":
+            await is_over.wait()
         if scope["path"] == "/early":
             await send({"type": "http.response.start", "status": 200, "headers": [NOTHING]})
             await send({"type": "http.response.body"})
@@ -277,6 +320,7 @@ async def served(
     try:
         yield Served(listener.getsockname(), state)
     finally:
+        is_over.set()
         server.close()
         for connection in set(state.connections):
             connection.transport.abort()
@@ -708,4 +752,47 @@ async def test_a_body_in_large_chunks_is_taken_whole() -> None:
         writer.write(b"a" * 1024 + b"\r\n0\r\n\r\n")
         assert b"200" in await reader.readline()
         assert sum(sizes) == 8_192_000
+        writer.close()
+
+
+@pytest.mark.anyio
+async def test_who_has_gone_from_a_body_that_nobody_takes_and_that_is_broken_is_let_go() -> None:
+    """Nothing more was read, so that its end was not seen until its time was over."""
+    sizes: list[int] = []
+    async with served(ConnectionLimits(), sizes) as server:
+        _, writer = await asyncio.open_connection(*server.address)
+        head = b"POST /waits HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n"
+        # What is broken comes in one part with what is more than may wait.
+        writer.write(head + b"10040\r\n" + bytes(0x10040) + b"\r\nno chunk\r\n")
+        await sooner_or_later(lambda: any(each._is_refused for each in bounded(server.state)))
+        writer.transport.abort()
+        await sooner_or_later(lambda: not server.state.connections)
+        assert not sizes
+
+
+@pytest.mark.anyio
+async def test_a_body_behind_another_request_is_read_in_large_parts_too() -> None:
+    sizes: list[int] = []
+    async with served(ConnectionLimits(), sizes) as server:
+        reader, writer = await asyncio.open_connection(*server.address)
+        head = b"GET /early HTTP/1.1\r\nHost: x\r\n\r\n"
+        whole = b"POST / HTTP/1.1\r\nHost: x\r\nContent-Length: 1000000\r\n\r\n"
+        writer.write(head + whole + bytes(1_000_000))
+        await reader.readline()
+        await sooner_or_later(lambda: sum(sizes) >= 1_000_000)
+        assert len(sizes) < 500
+        writer.transport.abort()
+
+
+@pytest.mark.anyio
+async def test_who_waits_to_be_asked_for_a_body_and_breaks_it_is_not_asked_any_more() -> None:
+    """To ask is an error once it is refused, which was a traceback in the log for each."""
+    sizes: list[int] = []
+    async with served(ConnectionLimits(), sizes) as server:
+        reader, writer = await asyncio.open_connection(*server.address)
+        head = b"POST /late HTTP/1.1\r\nHost: x\r\nExpect: 100-continue\r\nTransfer-Encoding: chunked\r\n\r\n"
+        writer.write(head + b"no chunk\r\n")
+        assert (await reader.readline()).startswith(b"HTTP/1.1 400 ")
+        await sooner_or_later(lambda: sizes)
+        assert sizes == [0]
         writer.close()

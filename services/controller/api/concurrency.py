@@ -32,7 +32,7 @@ class Shares:
     """ASGI middleware: lets eight requests of a subject work at a time, until their answers begin.
 
     Of all subjects one begins in each round of the loop, the subjects in turn.
-    Of those that wait, and of streams, a subject has 128 at most: a further request gets 429. Those without a subject are short. Uploads have bounds of their own.
+    Of those that wait, and of streams, a subject has 128 at most: a further request gets 429. Those without a subject are short. Uploads have bounds of their own beside that.
     """
 
     def __init__(self, app: ASGIApp) -> None:
@@ -45,7 +45,11 @@ class Shares:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Pass the request on once there is a slot."""
         asks = scope.get("state", {}).get("principal")
-        if asks is None or is_code(scope):
+        if asks is None:
+            await self._app(scope, receive, send)
+            return
+        if is_code(scope):
+            await self._begin(asks.subject)
             await self._app(scope, receive, send)
             return
         if self._asking[asks.subject] >= _WAITING_AT_MOST:
@@ -77,14 +81,18 @@ class Shares:
             if (scope["method"], scope["path"]) != _MAKES_A_PLAN:
                 await slots.acquire()
                 holds = True
-            async with self._begun.of(asks.subject):  # no other begins in this round
-                await asyncio.sleep(0)
+            await self._begin(asks.subject)
             await self._app(scope, receive, send_noted)
         finally:
             give_back()
             self._asking[asks.subject] -= 1
             if not self._asking[asks.subject]:
                 del self._asking[asks.subject], self._slots[asks.subject]
+
+    async def _begin(self, subject: str) -> None:
+        """Wait for the turn of this subject's request: no other begins in the same round."""
+        async with self._begun.of(subject):
+            await asyncio.sleep(0)
 
 
 class ParsingRounds:

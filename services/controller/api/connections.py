@@ -71,6 +71,7 @@ class FewARound:
 
     def __init__(self, most: int) -> None:
         self._most = most
+        self._is_planned = False
         self._waiting: deque[tuple[asyncio.BaseTransport, Callable[[], None]]] = deque()
 
     def add(
@@ -81,20 +82,26 @@ class FewARound:
     ) -> None:
         """Have it done in a later round, unless the connection is closed by then."""
         self._waiting.append((transport, do))
-        if len(self._waiting) == 1:
+        self._plan(loop)
+
+    def _plan(self, loop: asyncio.AbstractEventLoop) -> None:
+        if self._waiting and not self._is_planned:
+            self._is_planned = True
             loop.call_soon(self._work, loop)
 
     def _work(self, loop: asyncio.AbstractEventLoop) -> None:
-        some: list[Callable[[], None]] = []
-        while self._waiting and len(some) < self._most:
-            transport, do = self._waiting.popleft()
-            if not transport.is_closing():
-                some.append(do)
-        # Before the work: if that fails, those that still wait have their turn.
-        if self._waiting:
-            loop.call_soon(self._work, loop)
-        for do in some:
-            do()
+        left = self._most
+        try:
+            for _ in range(len(self._waiting)):
+                if not left:
+                    break
+                transport, do = self._waiting.popleft()
+                if not transport.is_closing():
+                    left -= 1
+                    do()
+        finally:  # if one fails, the others have their turn
+            self._is_planned = False
+            self._plan(loop)
 
 
 class BoundedProtocol(H11Protocol):
@@ -140,7 +147,7 @@ class BoundedProtocol(H11Protocol):
 
     def data_received(self, data: bytes) -> None:
         """Take a part of a request; the first one starts the request's deadline. Chunks have to wait for their turn."""
-        if self._is_refused:
+        if self._takes_no_more():
             return
         if self._pending or self._has_to_wait(data):
             self._take_later(data)
@@ -150,9 +157,13 @@ class BoundedProtocol(H11Protocol):
             self._answer_last(lambda: _TOO_MANY_LINES)
             return
         self._take(head)
-        if rest and not self._is_refused:
+        if rest and not self._takes_no_more():
             take = self._take_later if self._has_to_wait(rest) else self._take
             take(rest)
+
+    def _takes_no_more(self) -> bool:
+        """Whether what comes is passed over: for what is behind a connection's last request h11 would refuse that."""
+        return self._is_refused or self.conn.their_state is h11.MUST_CLOSE
 
     def _parted(self, data: bytes) -> tuple[bytes, bytes]:
         """What of it belongs to a head, and what is behind."""
@@ -213,8 +224,13 @@ class BoundedProtocol(H11Protocol):
                 self.transport.abort()
         else:
             self._framing_bytes = 0
-        came = len(data) if self.cycle is cycle else self._taken()
-        self._left = (self._left if self.cycle is cycle else self._announced()) - came
+        if self.cycle is cycle:
+            self._left -= len(data)
+        self._read_on(is_new=self.cycle is not cycle)
+
+    def _read_on(self, *, is_new: bool) -> None:
+        if is_new:
+            self._left = self._announced() - self._taken()
         self._read_at_a_time(max(_READ_BYTES, min(self._left, _READ_BYTES_OF_A_BODY)))
         self._watch()
 
@@ -269,7 +285,9 @@ class BoundedProtocol(H11Protocol):
         cycle: RequestResponseCycle | None = self.cycle
         if cycle is not None:  # whoever works on the request would answer it, too
             cycle.disconnected = True
+            cycle.waiting_for_100_continue = False
             cycle.message_event.set()
+        self.flow.resume_reading()  # else nobody sees that the client has gone
         self.refusals.add(self.loop, self.transport, functools.partial(self._end_with, answer))
         self._watch()
 
@@ -315,9 +333,10 @@ class BoundedProtocol(H11Protocol):
 
     def on_response_complete(self) -> None:
         """Begin with the next request: a part of it may be here already."""
+        cycle = self.cycle
         with self._no_second_answer():
             super().on_response_complete()
-        self._watch()
+        self._read_on(is_new=self.cycle is not cycle)
 
     def _watch(self) -> None:
         # One that closes stays open until what is left of its answer is read, and so little is left that nothing is paused.
