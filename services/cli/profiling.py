@@ -19,6 +19,8 @@ from services.contract.words.states import TraceState
 _EXIT_FAILED: Final = 1
 _EXIT_INTERRUPTED: Final = 130
 _LOOK_EVERY_S: Final = 0.5
+# No job has so many ranks, and Python reads no number of thousands of digits.
+_MOST_DIGITS: Final = 9
 _OPEN_STATES: Final = frozenset({TraceState.REQUESTED, TraceState.RECORDING})
 
 
@@ -110,6 +112,6 @@ def _ranks(text: str) -> tuple[int, ...] | Literal["all"]:
     if text == "all":
         return "all"
     parts = [part.strip() for part in text.split(",")]
-    if not all(part.isdecimal() for part in parts):
+    if not all(part.isdecimal() and len(part) <= _MOST_DIGITS for part in parts):
         raise CliError(f"--ranks is numbers by commas, such as 0,1, or all, not {text!r}")
     return tuple(map(int, parts))
