@@ -325,6 +325,10 @@ def test_a_log_that_turns_out_to_take_long_makes_others_wait_for_one_line(
     tail = LogTail(log, Noting({}))
     assert [len(tail.read(10)) for _ in range(5)] == [1, 3, 3, 3, 0]
     assert turns == [(True, False)] + [(False, True)] * 9
+    # Of a line that is very long the first one may take seconds.
+    log.write_text(f"{'x' * 40_000}\n")
+    assert len(LogTail(log, Noting({})).read(10)) == 1
+    assert turns[-1] == (False, True)
 
 
 def test_a_log_that_waits_for_its_turn_can_be_started_over_and_is_read_once(

@@ -321,6 +321,15 @@ def test_of_a_job_that_has_not_begun_no_node_can_tell_what_storage_holds() -> No
     assert forged.manifest.checkpoint_id in decide(again, forged, NOW).job.checkpoints
 
 
+def test_of_a_job_whose_attempts_redis_lost_alone_later_commits_count() -> None:
+    """Its ranks go on, in an attempt of which a copy of Redis knows nothing: what they commit is where it goes on."""
+    job = new_job()
+    again = decide(job, FoundInStorage(found(job, 20), {}), NOW).job
+    later = linked(job, 30, number=3)
+    assert not again.attempts
+    assert later.manifest.checkpoint_id in decide(again, later, NOW).job.checkpoints
+
+
 def test_of_damaged_records_few_are_noted_and_all_of_their_checkpoints_are_corrupt() -> None:
     job = played(running(), saved(running(), 10)).job
     (known,) = job.checkpoints.values()

@@ -241,9 +241,11 @@ def is_foreign(job: Job, event: JobEvent) -> bool:
 
 def _who_may_tell(job: Job, event: GangFact) -> Collection[str]:
     # Of names that no attempt has, any number could be kept in its record.
-    # Of a job that was found again nobody knows which nodes had its ranks. One that has not begun has nothing in storage:
-    # of a checkpoint of it that somebody tells of each of its attempts would wait for the storage to show it.
-    if isinstance(event, CheckpointRetired | JobPurged) or (job.found and not job.attempts):
+    # Of a job that was found again, or of which Redis lost the attempts alone, nobody knows which nodes had its ranks.
+    # One that has not begun has nothing in storage: of a checkpoint of it that somebody tells of each of its
+    # attempts would wait for the storage to show it.
+    are_unknown = not job.attempts and (job.found or job.fence > 0)
+    if are_unknown or isinstance(event, CheckpointRetired | JobPurged):
         return (event.node_id,)
     if not job.attempts:
         return job.readers

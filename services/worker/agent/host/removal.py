@@ -68,15 +68,16 @@ def remove_tree(folder: Path, within_s: float = _WITHIN_S) -> None:
 
 
 def remove_what_can_be(folder: Path) -> None:
-    """The same; what cannot be removed stays, without an error. Blocking."""
+    """The same, for as long as a purge may take; what cannot be removed stays, without an error. Blocking."""
     with contextlib.suppress(OSError):
-        remove_tree(folder)
+        remove_tree(folder, PURGED_WITHIN_S)
 
 
 def _require_time(deadline: float, folder: Path) -> None:
     if time.monotonic() > deadline:
-        raise TimeoutError(
-            errno.ETIMEDOUT, "there is too much in it, or it is still written to", str(folder)
+        # Not ETIMEDOUT, by which a storage says that it does not answer.
+        raise OSError(
+            errno.EBUSY, "there is too much in it, or it is still written to", str(folder)
         )
 
 

@@ -31,13 +31,15 @@ KEPT_EVERY_S: Final = 10.0
 IN_USE_WITHIN_S: Final = 2.0
 """For so long after the end of all ranks a file is waited for that another thread reads or starts over."""
 ONE_AT_A_TIME: Final = threading.Lock()
-"""Held while lines are made of a log of which that took long, which is work of the processor: of many threads that do so at
+"""Held while lines are made of a log of which that took long, or may, which is work of the processor: of many threads that do so at
 once each has the agent's loop wait for its turn, at whatever that does."""
 ONE_OF_THE_OTHERS: Final = threading.Lock()
 """Held while lines are made of any other, which may turn out to take long, and is left for the next time then."""
 _LOOKS_FOR_THE_END_S: Final = 0.25
 _LONG_S: Final = 0.05
 _TURN_S: Final = 0.25
+# The first one that is longer may take seconds, with a secret of hundreds of lines, before it is known that the log takes long.
+_LONG_LINE_BYTES: Final = 1 << 15
 _LONG_FOR_S: Final = 60.0  # a rank decides what it writes next
 _LOOKS_FOR_GROWTH: Final = 10
 _LOOK_S: Final = 0.01
@@ -104,7 +106,8 @@ class LogTail:
         if not chunk:
             return lines
         # It is not in use while it waits, so that it can be started over; what was read is read again then.
-        with self._turn(waits=waits):
+        takes_long = self._takes_long() or max(map(len, chunk.split(b"\n"))) > _LONG_LINE_BYTES
+        with self._turn(ONE_AT_A_TIME if takes_long else ONE_OF_THE_OTHERS, waits=waits):
             if not self._in_use.acquire(blocking=False):
                 return lines
             try:
@@ -138,9 +141,8 @@ class LogTail:
         return lines, chunk, last and self._offset + len(chunk) >= size
 
     @contextlib.contextmanager
-    def _turn(self, *, waits: bool) -> Iterator[None]:
+    def _turn(self, turn: threading.Lock, *, waits: bool) -> Iterator[None]:
         """Within, lines are made. Once its ranks have ended it waits no longer: its gang would end without them."""
-        turn = ONE_AT_A_TIME if self._takes_long() else ONE_OF_THE_OTHERS
         has_turn = False
         while waits and self._ended_at is None and not has_turn:
             has_turn = turn.acquire(timeout=_LOOKS_FOR_THE_END_S)
