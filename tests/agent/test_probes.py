@@ -1,7 +1,6 @@
 """An agent profiles models and measures its node, in processes that may fail by themselves."""
 
 import asyncio
-import contextlib
 import json
 import os
 import signal
@@ -599,28 +598,3 @@ def test_who_asks_for_much_makes_others_wait_for_one(
         assert sorted(began[3:]) == ["ann", "sam", "sam"]
 
     asyncio.run(run())
-
-
-@pytest.mark.system
-def test_an_idle_node_is_measured_before_a_plan_asks_and_ranks_that_start_come_first(
-    redis_server: EmbeddedRedis, tmp_path: Path
-) -> None:
-    redis_server.flush()
-    controller = Controller(redis_server.url)
-    controller.open_job()
-    with agents_on(redis_server.url, tmp_path) as start:
-        agent = start(MESHLOOM_MEASURE_IDLE_S="0.01", MESHLOOM_CPU_SLOTS="1")
-        until(lambda: [pid for pid in agent.marked() if _is_self_test(pid)], timeout_s=240)
-        controller.send(launch(1, 1, FOREVER, pause_s=0.01))
-        controller.fact(GangProgressed)
-        until(lambda: not [pid for pid in agent.marked() if _is_self_test(pid)])
-        assert not controller.all_of(NodeMeasured), "a failure that nobody asked for is not told"
-        controller.send(StopGang(job_id=launch().job_id, fence=1, mode="kill"))
-        assert until(lambda: controller.all_of(NodeMeasured), timeout_s=240)[0].facts is not None
-    controller.client.close()
-
-
-def _is_self_test(pid: int) -> bool:
-    with contextlib.suppress(psutil.Error):
-        return "self-test" in psutil.Process(pid).environ().get(NODE_MARK, "")
-    return False

@@ -147,13 +147,18 @@ def compare(ctx: RankContext, cases: list[Case]) -> None:
 
 
 def test_state_dicts_hold_the_whole_model(gangs: Gangs) -> None:
-    gangs(4).run(check_state_dicts)
+    gangs(4).run(check_state_dicts, OF_TWO_AXES)
 
 
-def check_state_dicts(ctx: RankContext) -> None:
+@pytest.mark.system
+def test_state_dicts_on_three_and_four_axes_hold_the_whole_model(gangs: Gangs) -> None:
+    gangs(4).run(check_state_dicts, OF_MORE)
+
+
+def check_state_dicts(ctx: RankContext, cases: list[Case]) -> None:
     torch.manual_seed(8)
     whole = Net().to(ctx.device).state_dict()
-    for case in [*OF_TWO_AXES, *OF_MORE]:
+    for case in cases:
         mesh = mesh_of(ctx, case)
         model = sharded(ctx, ours(), case, mesh)
         saved = {name: tensor.clone() for name, tensor in model.state_dict().items()}
