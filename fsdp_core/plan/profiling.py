@@ -40,7 +40,7 @@ from fsdp_core.plan.unit_counts import UnitCounts, count
 from fsdp_core.plan.workspace import Workspaces
 
 if TYPE_CHECKING:
-    from fsdp_core.plan.model.profile import UnitKind
+    from fsdp_core.plan.model.profile import Boundary, UnitKind
 
 # Of PyTorch's caching allocator; the host's is taken to waste nothing.
 _GRANULARITY = {"cuda": 512}
@@ -52,6 +52,8 @@ SIZES = (1, 2, 4)
 # there.
 _FAR = (64, 128, 256)
 _STRAIGHT, _STRAIGHT_BYTES = 0.02, 1 << 16
+# What is lower than this part of the highest is taken to stay so.
+_NEAR_THE_TOP = 0.5
 
 
 def profile_model(
@@ -73,7 +75,8 @@ def profile_model(
         stops: Modules that a plan may name as units, besides those that suit; patterns as of a
             plan's units.
         sizes: Micro-batches; None: `SIZES`, twice as many samples if the model takes no single
-            one, and large ones besides if memory does not grow in lines.
+            one, the next one besides if operators need more for each sample as they become more,
+            and large ones if memory does not grow in lines.
         timed_within: Bytes that passes with values may take, which are timed beside the rest; None:
             none are.
 
@@ -108,6 +111,14 @@ def profile_model(
         for each, steps in zip(conditions, followed, strict=True):
             missing = [size for size in near if size not in steps]
             steps.update({n: _follow(study, each, stopping, n, workspaces) for n in missing})
+        may_go_on = sizes is None and workspaces.was_cheap
+        if may_go_on and any(_is_bent(steps) for steps in followed):
+            further = [
+                _further(study, each, stopping, 2 * max(near), workspaces) for each in conditions
+            ]
+            for steps, step in zip(followed, further, strict=True):
+                if step is not None and _way(step) == _way(steps[max(near)]):
+                    steps[2 * max(near)] = step
         # Large micro-batches are followed without running operators.
         is_open = sizes is None and not workspaces.has_resized
         if is_open and not _is_straight(study, conditions[0], stopping, followed[0]):
@@ -175,6 +186,41 @@ def _is_straight(
         <= max(_STRAIGHT * max(raw.levels, default=0), _STRAIGHT_BYTES)
         for raw, known in zip(far.segments, trace.segments, strict=True)
     )
+
+
+def _is_bent(steps: Mapping[int, RawStep]) -> bool:
+    """Whether an operator needs more for each sample as they become more.
+
+    Some kernels take as much for few samples as their least, and from some number on more for each.
+    """
+    _check_alike(steps)
+    sizes = few, more, most = sorted(steps)
+    for each in zip(*(steps[size].segments for size in sizes), strict=True):
+        columns = [segment.within for segment in each]
+        top = max(columns[-1], default=0)
+        if len({len(column) for column in columns}) > 1:
+            continue
+        for low, middle, high in zip(*columns, strict=True):
+            rise = (high - middle) / (most - more) - (middle - low) / (more - few)
+            if high > _NEAR_THE_TOP * top and rise * most > _STRAIGHT * top:
+                return True
+    return False
+
+
+def _further(
+    study: ModelUnderStudy,
+    conditions: Conditions,
+    stops: Sequence[str],
+    size: int,
+    workspaces: Workspaces,
+) -> RawStep | None:
+    """With more samples; None if the model refuses them, or operators are too large to be run."""
+    try:
+        step = _follow(study, conditions, stops, size, workspaces)
+    except Exception:  # noqa: BLE001 - a model may refuse such a batch
+        return None
+    # What is assumed instead is on no line with what was measured.
+    return None if workspaces.has_assumed else step
 
 
 def _suitable(
@@ -338,7 +384,7 @@ def _trace(conditions: Conditions, steps: Mapping[int, RawStep]) -> Trace:
 
 def _check_alike(steps: Mapping[int, RawStep]) -> None:
     """That a step goes the same way whenever it is followed."""
-    ways = [[(each.begins, each.module) for each in step.segments] for step in steps.values()]
+    ways = [_way(step) for step in steps.values()]
     for (size, way), other in zip(list(zip(steps, ways, strict=True))[1:], ways, strict=False):
         if way != other:
             near = zip_longest(way, other, fillvalue=("end", ""))
@@ -348,6 +394,10 @@ def _check_alike(steps: Mapping[int, RawStep]) -> None:
                 f"came to {module or 'the root'!r}, where it had come to "
                 f"{expected or 'the root'!r}. Its forward is random, or depends on the batch."
             )
+
+
+def _way(step: RawStep) -> list[tuple[Boundary, str]]:
+    return [(each.begins, each.module) for each in step.segments]
 
 
 def _within(sizes: Iterable[int], column: Sequence[RawSegment]) -> Highest | None:

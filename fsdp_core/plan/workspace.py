@@ -44,6 +44,8 @@ class _Bounds:
 
 _BOUNDS: Final = {"cpu": _Bounds(1 << 29, 5 * 10**10, 2 * 10**11)}
 _OF_DEVICES: Final = _Bounds(1 << 33, 5 * 10**13, 2 * 10**14)
+# Some kernels of a host do a billion operations in a second: a tenth may take 20 s.
+_CHEAP: Final = 0.1
 
 
 @dataclass(frozen=True)
@@ -62,6 +64,7 @@ class Workspaces:
 
     Attributes:
         has_resized: Whether outputs were replaced; see `look`.
+        has_assumed: Whether something was too large to be run.
     """
 
     # True of the process: kernels of a device differ between machines, not between models.
@@ -75,16 +78,23 @@ class Workspaces:
             measure: Of its allocator; None: nothing is measured.
         """
         self.has_resized = False
+        self.has_assumed = False
         self._device_type = device_type
         self._measure = measure
         self._bounds = _BOUNDS.get(device_type, _OF_DEVICES)
         self._flops_left = self._bounds.flops_in_all
+        self._flops_of: dict[tuple[object, ...], int] = {}
         self._wanted: dict[object, tuple[bool, bool]] = {}
 
     @classmethod
     def on(cls, device_type: str) -> Workspaces:
         """For a type of device."""
         return cls(device_type, allocator_peak(device_type))
+
+    @property
+    def was_cheap(self) -> bool:
+        """Whether a small part of the operations that may be run was enough for all signatures."""
+        return sum(self._flops_of.values()) <= _CHEAP * self._bounds.flops_in_all
 
     def look(
         self,
@@ -117,6 +127,7 @@ class Workspaces:
             return result, unknown
         flops = _flops(func, args, kwargs, result)
         self._flops_left -= flops
+        self._flops_of[key] = flops
         found = self._known.get(key)
         if found is None:
             bounds = self._bounds
@@ -126,6 +137,7 @@ class Workspaces:
             if found is not None:
                 self._known[key] = found
         if found is None:
+            self.has_assumed = True
             return result, unknown
         sized = _with_sizes(result, found.outputs)
         self.has_resized = self.has_resized or sized is not result

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
 
@@ -261,6 +262,15 @@ def test_a_stop_may_be_a_pattern_as_of_a_plans_units() -> None:
     assert {"layers.0.0", "layers.1.0"} <= set(followed.stops)
 
 
+@pytest.fixture
+def one_thread() -> Iterator[None]:
+    """As in ranks: several of a kernel's threads take by chance what they take at one time."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
 def test_what_was_not_measured_is_not_guessed(mlp: ModelProfile) -> None:
     with pytest.raises(PlanError, match="param_dtype='bf16'"):
         estimate(mlp, ShardingPlan(MeshPlan(dp_shard=2), param_dtype="bf16"), Training(1))
@@ -304,6 +314,27 @@ def test_what_kernels_take_within_themselves_is_measured() -> None:
     assert peak.memory.workspace >= size * 4 * channels * pixels**2
     linear = ModelUnderStudy(partial(Mlp, WIDTH, HIDDEN, 1), vector_loss)
     assert estimate(profile_model(linear), plan, Training(size)).peak.memory.workspace == 0
+
+
+# By torch.backends.mkldnn.flags, which sets for all devices what one of them knows.
+@pytest.mark.filterwarnings("ignore:TF32 acceleration")
+@pytest.mark.usefixtures("one_thread")
+def test_kernels_that_need_more_for_each_sample_from_some_number_on_are_followed_further() -> None:
+    def loss(model: nn.Module, batch: int) -> torch.Tensor:
+        image: torch.Tensor = model(torch.randn(batch, 16, 16, 16, dtype=torch.bfloat16))
+        return image.float().mean()
+
+    conv = partial(nn.Conv2d, kernel_size=3, padding=1, dtype=torch.bfloat16)
+    study = ModelUnderStudy(lambda: nn.Sequential(conv(16, 64), conv(64, 64)), loss)
+    # PyTorch's own kernels are the same on all processors.
+    with torch.backends.mkldnn.flags(enabled=False):
+        found, few, many = (profile_model(study, sizes=sizes) for sizes in (None, (1, 2, 4), (16,)))
+    by_itself, by_few, followed = (
+        estimate(each, ShardingPlan(MeshPlan()), Training(16)).peak.memory.total
+        for each in (found, few, many)
+    )
+    assert by_itself == pytest.approx(followed, rel=0.01)
+    assert by_few < 0.95 * followed
 
 
 def test_what_a_recurrent_kernel_keeps_for_backward_counts() -> None:
