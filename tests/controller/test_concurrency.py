@@ -3,8 +3,9 @@
 import asyncio
 import dataclasses
 import itertools
+from collections import Counter
 from collections.abc import Sequence
-from contextlib import ExitStack, suppress
+from contextlib import AbstractAsyncContextManager, ExitStack, suppress
 from typing import Any
 
 import pytest
@@ -31,6 +32,8 @@ from services.controller.domain.errors import (
     TooManyUploadsError,
 )
 from services.controller.ports.jobs import JobStore, Stored
+from services.controller.use_cases import event_feed, listing, watch
+from tests.controller.conftest import ControlPlane
 from tests.controller.histories import NOW, new_job
 from tests.waiting import Rounds
 
@@ -65,6 +68,40 @@ async def test_a_turn_whose_request_goes_away_is_the_next_ones() -> None:
 async def _enter(turns: Turns, subject: str) -> None:
     async with turns.of(subject):
         pass
+
+
+@pytest.mark.redis
+@pytest.mark.parametrize(
+    "path",
+    [
+        *("/v1/jobs?q=none", "/v1/jobs?sort=priority&limit=1", "/v1/events?kind=none"),
+        *("/v1/jobs/{job_id}/logs?text=none", "/v1/jobs/{job_id}/logs?text=none&tail=1"),
+    ],
+)
+def test_who_looks_through_all_that_there_is_takes_a_turn_for_each_part_of_it(
+    plane: ControlPlane, monkeypatch: pytest.MonkeyPatch, path: str
+) -> None:
+    """Of one turn for tens of thousands of jobs, events or lines, everybody else's lists wait for seconds."""
+    plane.agent.join()
+    gang = plane.agent.launches(plane.submit())
+    for number in range(7):
+        plane.agent.writes(gang, 0, f"line {number}")
+        plane.submit()
+    for module in (listing, event_feed, watch):
+        monkeypatch.setattr(module, "_CHUNK", 3)
+    taken: Counter[int] = Counter()
+    of = Turns.of
+
+    def counted(turns: Turns, subject: str) -> AbstractAsyncContextManager[None]:
+        taken[id(turns)] += 1
+        return of(turns, subject)
+
+    monkeypatch.setattr(Turns, "of", counted)
+    plane.get(path.format(job_id=gang.job_id))
+    app: Any = plane.client.app
+    assert taken[id(app.state.context.turns)] >= 3, (
+        "of seven jobs, events or lines, three at a time"
+    )
 
 
 class Crowd:

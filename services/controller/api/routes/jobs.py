@@ -1,5 +1,6 @@
 """``/v1/jobs``: submit, look, change their course, forget."""
 
+import functools
 import hashlib
 import json
 from collections.abc import Iterator
@@ -38,7 +39,7 @@ from services.controller.use_cases import jobs as use_cases
 from services.controller.use_cases.access import check_owner
 from services.controller.use_cases.clone import Cloning
 from services.controller.use_cases.clone import clone as clone_job
-from services.controller.use_cases.listing import NEWEST_FIRST, JobFilter, JobOrder
+from services.controller.use_cases.listing import NEWEST_FIRST, JobFilter, JobOrder, search
 from services.controller.use_cases.submit import Submission
 from services.controller.use_cases.submit import submit as submit_job
 
@@ -123,8 +124,10 @@ async def list_jobs(  # noqa: PLR0913 one parameter a filter
     """
     names = None if fields is None else _field_names(fields)
     wanted = JobFilter(frozenset(state or ()), tuple(label or ()), q, owner)
-    async with context.turns.of(asks.subject):
-        page = await use_cases.list_jobs(context.ports, wanted, cursor, limit, sort, fields=names)
+    turn = functools.partial(context.turns.of, asks.subject)
+    found, next_cursor = await search(context.ports, wanted, sort, cursor, limit, turn)
+    async with turn():
+        page = await use_cases.show_jobs(context.ports, wanted, found, next_cursor, fields=names)
         headers = next_link(request, page.next_cursor)
         return await answer_page(request, page, headers=headers, fields=names)
 
