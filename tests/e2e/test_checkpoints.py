@@ -110,6 +110,25 @@ def test_a_job_goes_on_past_a_corrupt_checkpoint_and_says_so(
     until(lambda: _is_forgotten(stack, latest.id))
 
 
+def test_a_checkpoint_that_could_not_be_read_does_not_pass_as_verified(stack: Stack) -> None:
+    job = stack.rested(stack.submit().id)
+    latest = str(job.latest_checkpoint)
+    assert typed(stack.url, "verify", latest).returncode == 0
+    path = shard_of(stack, latest, rank=0)
+    aside = path.rename(path.with_suffix(".aside"))
+    path.mkdir()
+    unread = typed(stack.url, "verify", latest)
+    assert unread.returncode == 2, unread.stdout
+    assert f"could not read it; `meshloom events {job.id}` says why" in " ".join(
+        unread.stderr.split()
+    )
+    assert kinds(stack, job.id)[-1] == "checkpoint.unread"
+    assert stack.client.checkpoint(latest).state is CheckpointState.COMMITTED
+    path.rmdir()
+    aside.rename(path)
+    assert typed(stack.url, "verify", latest).returncode == 0
+
+
 def _later(stack: Stack, job_id: str) -> list[AttemptView]:
     return list(stack.client.attempts(job_id).items[1:])
 
