@@ -182,7 +182,7 @@ def test_what_is_committed_is_told_to_who_wants_to_go_on_from_what_has_been_dele
     (found,) = storage.open_attempt(launch(3).model_copy(update={"resume_from": gone}))
     assert isinstance(found, JobFound)
     assert (found.fence, list(found.manifests.values())) == (3, [commit.manifest])
-    assert not found.is_running
+    assert (found.is_running, found.is_all) == (False, True)
 
 
 def verify(commit: CommitCheckpoint) -> VerifyCheckpoint:
@@ -402,6 +402,7 @@ def test_a_job_of_many_ranks_and_checkpoints_is_told_of_in_facts_that_are_taken(
     )
     facts = storage.find_job(JOB, None, 0)
     assert max(len(fact.model_dump_json().encode()) for fact in facts) < redis_keys.LONGEST_FACT
+    assert not any(fact.is_all for fact in facts)
     steps = [[each.step for each in fact.manifests.values()] for fact in facts]
     assert steps[0][0] == 3, "from which it goes on"
     assert steps[0][-1] == count

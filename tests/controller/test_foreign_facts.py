@@ -53,6 +53,7 @@ from tests.controller.histories import (
     STEPS,
     began,
     commands,
+    crashed,
     finished,
     killed,
     launched,
@@ -309,6 +310,40 @@ def test_a_job_is_not_found_with_a_checkpoint_of_another_job() -> None:
         body = told.model_copy(update={"manifests": {**told.manifests, 9: forged}})
         with pytest.raises(ValidationError, match="a checkpoint that is not of"):
             FACT.validate_json(body.model_dump_json())
+
+
+def test_checkpoints_that_storage_does_not_have_cost_a_job_one_attempt_together() -> None:
+    """Any node may tell of as many as it likes: with an attempt for each the job would not train for hours."""
+
+    async def course(leader: Leader) -> None:
+        job, other = new_job(), "loom-7"
+        await keep(leader, job, placed(job), launched(job), progressed(job), *saved(job, 10))
+        await leader.hear(found(job, *range(20, 60, 10), teller=other), killed(job))
+        leader.now += 3_600_000
+        await leader.happen(job, placed(job))
+        forged = (await leader.job(job.id)).attempts[-1].resumed_from
+        assert forged == checkpoint_id(job.id, 50, 1)
+        all_there_is = {"fence": 2, "is_all": True}
+        # One that has no ranks of the attempt says nothing of what storage lacks, nor one whose fact is a part.
+        await leader.hear(
+            found(job, teller=other).model_copy(update=all_there_is),
+            found(job).model_copy(update={"fence": 2}),
+        )
+        book = (await leader.job(job.id)).checkpoints.values()
+        assert {c.state for c in book} == {CheckpointState.COMMITTED}
+        lacks = corrupt(job, forged, 2).model_copy(update={"file": "chain"})
+        await leader.hear(
+            found(job, 10).model_copy(update=all_there_is),
+            launched(job, 2),
+            lacks,
+            crashed(job, "ChainError: it is not committed", 2, step=10),
+        )
+        after = await leader.job(job.id)
+        assert after.restarts == 1  # of the kill alone
+        await leader.happen(job, placed(job))
+        assert (await leader.job(job.id)).attempts[-1].resumed_step == 10
+
+    play(course)
 
 
 def test_of_a_job_that_has_not_begun_no_node_can_tell_what_storage_holds() -> None:

@@ -316,6 +316,7 @@ class JobFound(_GangFact):
 
     ``manifests`` are its committed checkpoints by their number in the chain. ``is_running``: the
     ranks of that attempt live on this node, and ``last_step`` is the last that their boards show.
+    ``is_all``: the chain commits no others; told in several facts they are never known to be all.
     """
 
     kind: Literal["job_found"] = "job_found"
@@ -325,6 +326,7 @@ class JobFound(_GangFact):
     damaged: Annotated[tuple[DamagedRecord, ...], FailFast(), AtMostOnePerRank] = ()
     is_running: bool = False
     last_step: Whole = 0
+    is_all: bool = False
 
     @model_validator(mode="after")
     def _is_of_one_job(self) -> Self:

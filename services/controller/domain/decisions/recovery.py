@@ -2,7 +2,12 @@
 
 from typing import Final
 
-from services.contract.messages.facts import ChainDamaged, CheckpointLinked, JobFound
+from services.contract.messages.facts import (
+    ChainDamaged,
+    CheckpointCorrupt,
+    CheckpointLinked,
+    JobFound,
+)
 from services.contract.storage.job_cards import JobCard
 from services.contract.words.ids import job_of_checkpoint, step_and_fence
 from services.contract.words.states import (
@@ -11,7 +16,7 @@ from services.contract.words.states import (
     ExitReason,
     JobState,
 )
-from services.controller.domain.decisions.checkpoint_facts import on_damaged
+from services.controller.domain.decisions.checkpoint_facts import on_corrupt, on_damaged
 from services.controller.domain.job import checkpoint as checkpoints
 from services.controller.domain.job.attempt import Attempt, ReplicaBook
 from services.controller.domain.job.checkpoint import LINKED_STATES
@@ -95,6 +100,8 @@ def on_found(event: FoundInStorage, draft: Draft) -> None:
         draft.note("checkpoint.pinned", words, checkpoint=new.id, step=new.step)
     if fact.fence > job.fence and job.attempt is None:
         draft.change(fence=fact.fence)
+    if fact.is_all and _is_of_launch(job, fact) and fact.node_id in job.attempts[-1].incarnations:
+        _give_up_others(fact, draft)
     # Of a job that Redis never lost, a node that none of its attempts had has nothing to tell but what it lacks.
     if fact.damaged and (job.found or fact.node_id in job.attempt_nodes):
         damage = ChainDamaged(
@@ -106,6 +113,30 @@ def on_found(event: FoundInStorage, draft: Draft) -> None:
     # Of ranks that live on other nodes alone their own agents tell.
     if awaited and fact.node_id in nodes and event.incarnations.keys() >= nodes.keys():
         _adopt(fact, {node: event.incarnations[node] for node in nodes}, draft)
+
+
+def _give_up_others(fact: JobFound, draft: Draft) -> None:
+    """What the chain does not commit is nothing to go on from.
+
+    Any node may tell of checkpoints that it found, and each that there is not would cost an attempt of its own.
+    """
+    there = {manifest.checkpoint_id for manifest in fact.manifests.values()}
+    for checkpoint in draft.job.checkpoints.values():
+        if checkpoint.state == CheckpointState.COMMITTED and checkpoint.id not in there:
+            loss = CheckpointCorrupt(
+                job_id=fact.job_id,
+                fence=fact.fence,
+                node_id=fact.node_id,
+                checkpoint_id=checkpoint.id,
+                file="chain",
+                reason="it does not commit this checkpoint",
+            )
+            on_corrupt(loss, draft)
+
+
+def _is_of_launch(job: Job, fact: JobFound) -> bool:
+    """Whether it was told before the launch of the newest attempt, whose checkpoint to load is not in storage."""
+    return job.state == JobState.PLACING and fact.fence == job.fence
 
 
 def awaits_adoption(job: Job, fence: int) -> bool:
@@ -195,9 +226,8 @@ def _with_checkpoints(job: Job, fact: JobFound, now_ms: int) -> Job:
     committed = {c.id for c in book.values() if c.state == CheckpointState.COMMITTED}
     # A storage that was restored from an older copy may have only what retention has removed since. It is told of
     # before the launch that is to load another one; at other times a fact may be older than a removal.
-    is_of_launch = job.state == JobState.PLACING and fact.fence == job.fence
     is_older = committed and committed.isdisjoint(m.checkpoint_id for m in fact.manifests.values())
-    gone = () if is_of_launch and is_older else job.gone
+    gone = () if _is_of_launch(job, fact) and is_older else job.gone
     for number, manifest in fact.manifests.items():
         known = book.get(manifest.checkpoint_id)
         if manifest.checkpoint_id in gone or number in left_out:

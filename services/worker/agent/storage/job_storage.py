@@ -193,9 +193,13 @@ class Storage:
             is_running=is_newest,
             last_step=last_step if is_newest else 0,
         )
+        parts = [*_in_parts(reading.committed, card.resume_from)]
+        whole = {"is_all": len(parts) == 1}
         return tuple(
-            found.model_copy(update={"manifests": part} | ({"damaged": ()} if place else {}))
-            for place, part in enumerate(_in_parts(reading.committed, card.resume_from))
+            found.model_copy(
+                update=whole | {"manifests": part} | ({"damaged": ()} if place else {})
+            )
+            for place, part in enumerate(parts)
         )
 
     def commit(self, command: CommitCheckpoint) -> CheckpointLinked | CheckpointLost:
