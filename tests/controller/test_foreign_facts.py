@@ -27,7 +27,7 @@ from services.contract.messages.facts import (
 )
 from services.contract.messages.findings import Findings, RankFinding
 from services.contract.storage.manifests import DamagedRecord
-from services.contract.words.bounds import MOST_ATTEMPTS, MOST_WHOLE
+from services.contract.words.bounds import MOST_ATTEMPTS, MOST_TOLD_ATTEMPTS, MOST_WHOLE
 from services.contract.words.ids import checkpoint_id, new_job_id
 from services.contract.words.states import CheckpointState, JobState
 from services.controller.domain.decisions.dispatch import decide, first_decision, was_told_to_load
@@ -411,7 +411,7 @@ def test_of_a_number_of_attempts_that_no_job_has_had_a_job_takes_no_notice() -> 
         await keep(leader, job)
         told = found(job).model_dump_json()
         assert told.count('"fence":1') == 2  # its own, and its card's
-        for fence in (MOST_WHOLE, 10**10, MOST_ATTEMPTS + 1):
+        for fence in (MOST_WHOLE, 10**10, MOST_TOLD_ATTEMPTS, MOST_ATTEMPTS + 1):
             forged = told.replace('"fence":1', f'"fence":{fence}', 1)
             await apply_facts(leader.ports, [FactEntry(f"{leader.now}-{fence}", forged, None)], 1)
         await leader.happen(job, placed(job))
@@ -420,8 +420,26 @@ def test_of_a_number_of_attempts_that_no_job_has_had_a_job_takes_no_notice() -> 
         assert attempt.fence == 1
         known = FACT.validate_json(told.replace('"fence":1', f'"fence":{MOST_ATTEMPTS}', 1))
         assert isinstance(known, JobFound)
+        assert (
+            found_again(known.model_copy(update={"fence": MOST_TOLD_ATTEMPTS}), NOW).job.fence
+            == MOST_ATTEMPTS
+        )
 
     play(course)
+
+
+def test_of_an_attempt_behind_the_highest_number_that_is_taken_from_a_node_nodes_can_tell() -> None:
+    """Its launch would fail where the checkpoint to load is not in storage, which is told then, and the job with it."""
+    idle = new_job()
+    behind = found(idle).model_copy(update={"fence": MOST_ATTEMPTS})
+    job = decide(idle, FoundInStorage(behind, {}), NOW).job
+    job = played(job, [placed(job)]).job
+    assert job.fence == MOST_ATTEMPTS + 1
+    told = found(job, 10).model_copy(update={"fence": job.fence})
+    assert FACT.validate_json(told.model_dump_json()) == told
+    assert (
+        checkpoint_id(job.id, 10, 1) in decide(job, FoundInStorage(told, {}), NOW).job.checkpoints
+    )
 
 
 def test_a_device_of_a_found_jobs_card_that_no_node_has_stops_no_look() -> None:

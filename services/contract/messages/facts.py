@@ -12,7 +12,7 @@ from services.contract.messages.rank_pipe import LossUnit, ThroughputUnit
 from services.contract.storage.job_cards import JobCard
 from services.contract.storage.manifests import DamagedRecord, Manifest, ShardFile
 from services.contract.words.bounds import (
-    MOST_ATTEMPTS,
+    MOST_TOLD_ATTEMPTS,
     Addresses,
     AtMostOnePerRank,
     AtMostOnePerRankOfANode,
@@ -320,7 +320,7 @@ class JobFound(_GangFact):
     """
 
     kind: Literal["job_found"] = "job_found"
-    fence: int = Field(ge=1, le=MOST_ATTEMPTS)
+    fence: int = Field(ge=1, le=MOST_TOLD_ATTEMPTS)
     card: JobCard
     manifests: Annotated[dict[Positive, Manifest], AtMostOnePerRankOfANode]
     damaged: Annotated[tuple[DamagedRecord, ...], FailFast(), AtMostOnePerRank] = ()

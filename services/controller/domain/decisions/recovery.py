@@ -9,6 +9,7 @@ from services.contract.messages.facts import (
     JobFound,
 )
 from services.contract.storage.job_cards import JobCard
+from services.contract.words.bounds import MOST_ATTEMPTS
 from services.contract.words.ids import job_of_checkpoint, step_and_fence
 from services.contract.words.states import (
     TERMINAL_STATES,
@@ -58,8 +59,8 @@ def found_again(fact: JobFound, now_ms: int) -> Decision:
         # Ranks may write where cards lie, and no job is of the future: lists are sorted by this.
         created_ms=min(card.created_ms or now_ms, now_ms),
         updated_ms=now_ms,
-        fence=fact.fence,
-        run_fence=fact.fence,
+        fence=min(fact.fence, MOST_ATTEMPTS),
+        run_fence=min(fact.fence, MOST_ATTEMPTS),
         found=True,
     )
     indexed = _in_line(_with_checkpoints(job, fact, now_ms), card)
@@ -98,7 +99,7 @@ def on_found(event: FoundInStorage, draft: Draft) -> None:
     for new in (c for name, c in draft.job.checkpoints.items() if name not in job.checkpoints):
         words = f"checkpoint of step {new.step} was {FOUND_AGAIN}; it is {_PINNED}"
         draft.note("checkpoint.pinned", words, checkpoint=new.id, step=new.step)
-    if fact.fence > job.fence and job.attempt is None:
+    if job.fence < fact.fence <= MOST_ATTEMPTS and job.attempt is None:
         draft.change(fence=fact.fence)
     if fact.is_all and _is_of_launch(job, fact) and fact.node_id in job.attempts[-1].incarnations:
         _give_up_others(fact, draft)
@@ -146,7 +147,7 @@ def awaits_adoption(job: Job, fence: int) -> bool:
     told of it first may not have seen yet that the attempt was opened.
     """
     is_idle = job.state in {JobState.PAUSED, JobState.QUEUED} and not job.attempts
-    return job.found and is_idle and 0 < job.fence <= fence
+    return job.found and is_idle and 0 < job.fence <= fence <= MOST_ATTEMPTS
 
 
 def _adopt(fact: JobFound, incarnations: dict[str, str], draft: Draft) -> None:
