@@ -3,9 +3,8 @@
 import asyncio
 import dataclasses
 import itertools
-from collections import Counter
-from collections.abc import Sequence
-from contextlib import AbstractAsyncContextManager, ExitStack, suppress
+from collections.abc import AsyncIterator, Sequence
+from contextlib import ExitStack, asynccontextmanager, suppress
 from typing import Any
 
 import pytest
@@ -13,7 +12,8 @@ from prometheus_client import CollectorRegistry, generate_latest
 from starlette.types import Message, Receive, Scope, Send
 
 from services.contract.api.access import Scope as TokenScope
-from services.contract.system.long_work import Turns, in_turns
+from services.contract.system import long_work
+from services.contract.system.long_work import GiveWay, Turns, in_turns
 from services.contract.words.states import JobState
 from services.controller.adapters.memory import memory_ports
 from services.controller.adapters.memory.server import MemoryServer
@@ -32,7 +32,7 @@ from services.controller.domain.errors import (
     TooManyUploadsError,
 )
 from services.controller.ports.jobs import JobStore, Stored
-from services.controller.use_cases import event_feed, listing, watch
+from services.controller.use_cases import listing
 from tests.controller.conftest import ControlPlane
 from tests.controller.histories import NOW, new_job
 from tests.waiting import Rounds
@@ -65,43 +65,82 @@ async def test_a_turn_whose_request_goes_away_is_the_next_ones() -> None:
     await _enter(turns, "max")
 
 
-async def _enter(turns: Turns, subject: str) -> None:
-    async with turns.of(subject):
-        pass
+async def test_a_long_turn_is_given_up_for_those_who_wait_and_taken_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(long_work, "_PART_S", 0.0)
+    turns, done = Turns(), list[str]()
+
+    async def look_through(parts: int) -> None:
+        async with turns.in_parts("max") as give_way:
+            for part in range(parts):
+                done.append(f"max {part}")
+                await asyncio.sleep(0)
+                await give_way()
+
+    async def work(subject: str) -> None:
+        async with turns.of(subject):
+            done.append(subject)
+
+    async with asyncio.TaskGroup() as group:
+        group.create_task(look_through(3))
+        group.create_task(work("mia"))
+        group.create_task(work("moe"))
+    assert done == ["max 0", "mia", "moe", "max 1", "max 2"]
+
+
+async def test_who_goes_away_while_others_have_their_turn_ends_none_of_theirs(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(long_work, "_PART_S", 0.0)
+    turns = Turns()
+
+    async def look_through() -> None:
+        async with turns.in_parts("max") as give_way:
+            while True:
+                await asyncio.sleep(0)
+                await give_way()
+
+    looking = asyncio.create_task(look_through())
+    await asyncio.sleep(0)
+    async with turns.of("mia"):
+        looking.cancel()
+        await asyncio.wait([looking])
+        assert turns.is_taken
+    assert looking.cancelled()
+    assert not turns.is_taken
 
 
 @pytest.mark.redis
-@pytest.mark.parametrize(
-    "path",
-    [
-        *("/v1/jobs?q=none", "/v1/jobs?sort=priority&limit=1", "/v1/events?kind=none"),
-        *("/v1/jobs/{job_id}/logs?text=none", "/v1/jobs/{job_id}/logs?text=none&tail=1"),
-    ],
-)
-def test_who_looks_through_all_that_there_is_takes_a_turn_for_each_part_of_it(
-    plane: ControlPlane, monkeypatch: pytest.MonkeyPatch, path: str
+@pytest.mark.parametrize("query", ["q=none", "sort=priority&limit=1", "limit=5"])
+def test_who_looks_through_many_jobs_gives_way_after_each_part(
+    plane: ControlPlane, monkeypatch: pytest.MonkeyPatch, query: str
 ) -> None:
-    """Of one turn for tens of thousands of jobs, events or lines, everybody else's lists wait for seconds."""
-    plane.agent.join()
-    gang = plane.agent.launches(plane.submit())
-    for number in range(7):
-        plane.agent.writes(gang, 0, f"line {number}")
+    """Of one turn for tens of thousands everybody else's lists wait for seconds."""
+    for _ in range(7):
         plane.submit()
-    for module in (listing, event_feed, watch):
-        monkeypatch.setattr(module, "_CHUNK", 3)
-    taken: Counter[int] = Counter()
-    of = Turns.of
+    monkeypatch.setattr(listing, "_CHUNK", 3)
+    given: list[object] = []
+    in_parts = Turns.in_parts
 
-    def counted(turns: Turns, subject: str) -> AbstractAsyncContextManager[None]:
-        taken[id(turns)] += 1
-        return of(turns, subject)
+    @asynccontextmanager
+    async def counted(turns: Turns, subject: str) -> AsyncIterator[GiveWay]:
+        async with in_parts(turns, subject) as give_way:
 
-    monkeypatch.setattr(Turns, "of", counted)
-    plane.get(path.format(job_id=gang.job_id))
-    app: Any = plane.client.app
-    assert taken[id(app.state.context.turns)] >= 3, (
-        "of seven jobs, events or lines, three at a time"
-    )
+            async def counting() -> None:
+                given.append(subject)
+                await give_way()
+
+            yield counting
+
+    monkeypatch.setattr(Turns, "in_parts", counted)
+    plane.get(f"/v1/jobs?{query}")
+    assert len(given) == (1 if query == "limit=5" else 2), "three, three and one of seven jobs"
+
+
+async def _enter(turns: Turns, subject: str) -> None:
+    async with turns.of(subject):
+        pass
 
 
 class Crowd:

@@ -3,7 +3,7 @@
 import asyncio
 import json
 import random
-from collections.abc import AsyncIterator, Callable, Iterable, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -32,10 +32,10 @@ from services.controller.domain.job.events import (
 )
 from services.controller.domain.job.job import Job
 from services.controller.ports.coordination import Ports
-from services.controller.ports.jobs import Actor, Change, JobSummary, Stored
+from services.controller.ports.jobs import Actor, Change, JobSummary
 from services.controller.use_cases.change import apply_events
 from services.controller.use_cases.event_feed import EventFilter, page_of_feed
-from services.controller.use_cases.listing import JobFilter, JobOrder, records, search
+from services.controller.use_cases.listing import JobFilter, JobOrder, page
 from tests.controller.conftest import ControlPlane, open_plane
 from tests.controller.histories import spec
 from tests.waiting import until
@@ -163,7 +163,7 @@ async def test_jobs_that_are_deleted_while_a_list_is_read_hide_no_others(
     shown: list[str] = []
     cursor: str | None = None
     while cursor is not None or not shown:
-        found, cursor = await _page(world.ports, JobFilter(), "-created", cursor, 20)
+        found, cursor = await page(world.ports, JobFilter(), "-created", cursor, 20)
         shown += [stored.job.id for stored in found]
     assert len(doomed) < len(names[::3])
     assert sorted(name for name in shown if name in left) == sorted(left)
@@ -179,12 +179,12 @@ async def test_a_list_reads_the_records_of_its_page_alone(world: World) -> None:
     await world.ports.jobs.active()
     before = world.calls("hgetall")
     waiting = JobFilter(states=frozenset({JobState.QUEUED}))
-    found, _ = await _page(world.ports, waiting, "-created", None, 50)
+    found, _ = await page(world.ports, waiting, "-created", None, 50)
     assert len(found) == 10
     assert world.calls("hgetall") == before, "those that are active are in memory"
     summaries = world.calls("hmget")
     ended = JobFilter(states=frozenset({JobState.CANCELLED}))
-    found, cursor = await _page(world.ports, ended, "-updated", None, 3)
+    found, cursor = await page(world.ports, ended, "-updated", None, 3)
     assert (len(found), cursor is not None) == (3, True)
     assert world.calls("hgetall") == before + 3
     assert world.calls("hmget") == summaries + 30 + 3
@@ -270,7 +270,7 @@ async def test_what_an_older_version_deleted_is_shown_nowhere_and_removed(world:
     world.redis.srem(keys.ACTIVE_JOBS, gone)
     world.redis.delete(keys.job(gone))
     waiting = JobFilter(states=frozenset({JobState.QUEUED}))
-    found, _ = await _page(world.ports, waiting, "-created", None, 50)
+    found, _ = await page(world.ports, waiting, "-created", None, 50)
     assert [stored.job.id for stored in found] == [kept]
     assert (await world.ports.jobs.counts())[JobState.QUEUED] == 1
     assert gone in world.redis.zrange(keys.jobs_in_state("QUEUED"), 0, -1)
@@ -285,7 +285,7 @@ async def test_an_index_of_another_type_costs_its_list_time_and_no_write(world: 
     world.redis.set(keys.jobs_in_state("QUEUED"), "of another type")
     name = await world.keep(0, chance)
     waiting = JobFilter(states=frozenset({JobState.QUEUED}))
-    found, _ = await _page(world.ports, waiting, "-created", None, 50)
+    found, _ = await page(world.ports, waiting, "-created", None, 50)
     assert [stored.job.id for stored in found] == [name]
     assert keys.jobs_in_state("QUEUED") in world.ports.unreadable()
 
@@ -345,18 +345,11 @@ def _write(redis: Redis, records: dict[str, Any]) -> None:
                     redis.xadd(key, fields, id=entry_id)
 
 
-async def _page(
-    ports: Ports, wanted: JobFilter, order: JobOrder, cursor: str | None, limit: int
-) -> tuple[Sequence[Stored], str | None]:
-    found, more = await search(ports, wanted, order, cursor, limit)
-    return await records(ports, wanted, found), more
-
-
 async def _all_pages(ports: Ports, wanted: JobFilter, order: JobOrder) -> list[str]:
     found: list[str] = []
     cursor: str | None = None
     while True:
-        items, cursor = await _page(ports, wanted, order, cursor, 4)
+        items, cursor = await page(ports, wanted, order, cursor, 4)
         found += [stored.job.id for stored in items]
         if cursor is None:
             return found

@@ -5,11 +5,13 @@ import contextlib
 import gc
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Iterable, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator
 from typing import Final, TypeVar
 
 # The loop that reads and shows jobs also renews the lead; a spec of 64 KiB takes a thirtieth of a second.
 _TURN_S: Final = 0.01
+# Longer ones make others wait; after shorter ones who looks through much waits more often for those who work long.
+_PART_S: Final = 1.0
 T = TypeVar("T")
 
 
@@ -36,6 +38,35 @@ def uncollected() -> Iterator[None]:
         gc.enable()
 
 
+GiveWay = Callable[[], Awaitable[None]]
+
+
+class _Turn:
+    """Somebody's hold on what one has at a time."""
+
+    def __init__(self, of_all: asyncio.Lock) -> None:
+        self._all = of_all
+        self._is_held = False
+        self._began = 0.0
+
+    async def begin(self) -> None:
+        """Waits for it."""
+        await self._all.acquire()
+        self._is_held, self._began = True, time.monotonic()
+
+    def end(self) -> None:
+        """Not without hold: whoever was cancelled as it waited for the next part has none."""
+        if self._is_held:
+            self._is_held = False
+            self._all.release()
+
+    async def give_way(self) -> None:
+        """Ends it and waits for another one, if it has become long."""
+        if time.monotonic() - self._began >= _PART_S:
+            self.end()
+            await self.begin()
+
+
 class Turns:
     """Whoever asks a hundred times at once waits for each; others wait for one of these at most."""
 
@@ -52,12 +83,23 @@ class Turns:
     @contextlib.asynccontextmanager
     async def of(self, subject: str) -> AsyncIterator[None]:
         """Within, nobody else works. Turns come as they were asked for, one of each subject."""
+        async with self.in_parts(subject):
+            yield
+
+    @contextlib.asynccontextmanager
+    async def in_parts(self, subject: str) -> AsyncIterator[GiveWay]:
+        """As `of`, but where what it gives is called, all who wait have a turn first if this one has become long."""
         own = self._own.setdefault(subject, asyncio.Lock())
         self._asking[subject] += 1
         try:
             # Locks are given in the order in which they were asked for.
-            async with own, self._all:
-                yield
+            async with own:
+                turn = _Turn(self._all)
+                await turn.begin()
+                try:
+                    yield turn.give_way
+                finally:
+                    turn.end()
         finally:
             self._asking[subject] -= 1
             if not self._asking[subject]:

@@ -56,22 +56,17 @@ def _is_of(kind: str, wanted: str) -> bool:
 
 
 async def page_of_feed(
-    ports: Ports,
-    wanted: EventFilter,
-    after: str | None,
-    limit: int,
-    turn: Turn = contextlib.nullcontext,
+    ports: Ports, wanted: EventFilter, after: str | None, limit: int
 ) -> EventPage:
-    """Events of all jobs behind ``after``, oldest first. ``turn``: as of ``follow_feed``.
+    """Events of all jobs behind ``after``, oldest first.
 
     Raises:
         CursorExpiredError: They may have been trimmed.
     """
     found: list[EventView] = []
     while len(found) <= limit:
-        async with turn():
-            entries = await ports.events.read(after, _CHUNK)
-            found += await chosen(ports, wanted, entries)
+        entries = await ports.events.read(after, _CHUNK)
+        found += await chosen(ports, wanted, entries)
         if len(entries) < _CHUNK:
             break
         after = entries[-1].id

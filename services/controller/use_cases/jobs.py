@@ -5,6 +5,7 @@ from typing import Final
 
 from services.contract.api.views import AttemptList, JobPage, JobView
 from services.contract.messages.telemetry import MetricRecord, RankProgress, StepRecord
+from services.contract.system.long_work import GiveWay
 from services.contract.words.bounds import MOST_RANKS
 from services.controller.domain.decisions.history import Occurrence
 from services.controller.domain.decisions.purge import refuse_unless_ended
@@ -16,11 +17,11 @@ from services.controller.domain.errors import (
 from services.controller.domain.job.events import JobEvent, PurgeAsked
 from services.controller.domain.job.job import Job
 from services.controller.ports.coordination import Ports
-from services.controller.ports.jobs import Actor, JobSummary, Stored
+from services.controller.ports.jobs import Actor, Stored
 from services.controller.use_cases import listing
 from services.controller.use_cases.change import apply_events
 from services.controller.use_cases.clone import delete_with_holds, release_all_held_for
-from services.controller.use_cases.listing import JobFilter
+from services.controller.use_cases.listing import NEWEST_FIRST, JobFilter, JobOrder
 from services.controller.use_cases.present import attempt_views, job_view
 from services.controller.use_cases.progress import METRICS_FOR_NEWEST, STEPS_FOR_ETA
 from services.controller.use_cases.records import living_nodes
@@ -43,21 +44,26 @@ async def get_job(ports: Ports, job_id: str) -> JobView:
     return (await _views(ports, [stored]))[0]
 
 
-async def show_jobs(
+async def list_jobs(  # noqa: PLR0913 what a list may be asked for, and how
     ports: Ports,
     wanted: JobFilter,
-    found: Sequence[JobSummary],
-    next_cursor: str | None,
+    cursor: str | None,
+    limit: int,
+    order: JobOrder = NEWEST_FIRST,
     *,
     fields: Set[str] | None = None,
+    give_way: GiveWay = listing.at_once,
 ) -> JobPage:
-    """A page of the jobs that ``listing.search`` found.
+    """A page of jobs in an order; the newest first by default.
 
     Of jobs with many ranks no samples are read: progress is as of the last step that all ranks made,
     and the measured peak is not told. ``fields``: where none of these comes from telemetry, none is
-    read (None: all are wanted).
+    read (None: all are wanted). ``give_way``: as of ``listing.page``.
+
+    Raises:
+        InvalidRequestError: The cursor is none of ours, or of a list in another order.
     """
-    items = await listing.records(ports, wanted, found)
+    items, next_cursor = await listing.page(ports, wanted, order, cursor, limit, give_way)
     if fields is not None and not fields & _FROM_TELEMETRY:
         jobs = await with_reasons(ports, [entry.job for entry in items])
         return JobPage(items=tuple(job_view(job, (), {}) for job in jobs), next_cursor=next_cursor)

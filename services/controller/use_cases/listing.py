@@ -1,16 +1,15 @@
 """Which jobs a list shows, in which order, and from where on."""
 
-import contextlib
 import heapq
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final, Literal
 
+from services.contract.system.long_work import GiveWay
 from services.contract.words.states import JobState
 from services.controller.ports.coordination import Ports
 from services.controller.ports.jobs import Among, JobSummary, Place, Stored
 from services.controller.use_cases import cursors
-from services.controller.use_cases.watch import Turn
 
 JobOrder = Literal["created", "-created", "updated", "-updated", "priority", "-priority"]
 """By what jobs are sorted, and then by id; ``-`` begins with the highest."""
@@ -58,26 +57,30 @@ class JobFilter:
         return all(_has_label(labels, label) for label in self.labels)
 
 
-async def search(
+async def at_once() -> None:
+    """Of whoever has no turn to give way from."""
+
+
+async def page(
     ports: Ports,
     wanted: JobFilter,
     order: JobOrder,
     cursor: str | None,
     limit: int,
-    turn: Turn = contextlib.nullcontext,
-) -> tuple[Sequence[JobSummary], str | None]:
+    give_way: GiveWay = at_once,
+) -> tuple[Sequence[Stored], str | None]:
     """At most ``limit`` jobs behind ``cursor``, and the cursor behind them if there are more.
 
     A cursor is the place of a job, so jobs that come meanwhile move nothing. One whose own place
     changes (``updated``, and ``priority`` by a person's hand) may be met again or passed over.
 
-    ``turn``: of whoever asks. One is for a few hundred jobs: to look through all of tens of thousands takes seconds.
+    ``give_way`` is called after each few hundred jobs: to look through tens of thousands takes seconds.
 
     Raises:
         InvalidRequestError: The cursor is none of ours, or of a list in another order.
     """
     if order == NEWEST_FIRST:
-        return await _newest(ports, wanted, cursor, limit, turn)
+        return await _newest(ports, wanted, cursor, limit, give_way)
     key = _KEYS[order.removeprefix("-")]
     falls = order.startswith("-")
     after = cursors.to_order(cursor, order)
@@ -90,45 +93,46 @@ async def search(
 
     best = heapq.nlargest if falls else heapq.nsmallest
     found: list[JobSummary] = []
-    async for chunk in _chunks(ports, wanted, None, turn):
+    async for chunk in _chunks(ports, wanted, None, give_way):
         found = best(limit + 1, [*found, *filter(is_behind, chunk)], key=place)
     items = found[:limit]
     more = cursors.from_order(order, *place(items[-1])) if len(found) > limit else None
-    return items, more
+    return await _records(ports, wanted, items), more
 
 
 async def _newest(
-    ports: Ports, wanted: JobFilter, cursor: str | None, limit: int, turn: Turn
-) -> tuple[Sequence[JobSummary], str | None]:
+    ports: Ports, wanted: JobFilter, cursor: str | None, limit: int, give_way: GiveWay
+) -> tuple[Sequence[Stored], str | None]:
     # As the store keeps them: what lies behind the page need not be read.
     found: list[JobSummary] = []
-    async for chunk in _chunks(ports, wanted, cursors.to_place(cursor), turn):
+    async for chunk in _chunks(ports, wanted, cursors.to_place(cursor), give_way):
         found += chunk
         if len(found) > limit:
             last = found[limit - 1]
             more = cursors.from_place(Place(last.created_ms, last.id))
-            return found[:limit], more
-    return found, None
+            return await _records(ports, wanted, found[:limit]), more
+    return await _records(ports, wanted, found), None
 
 
-async def records(ports: Ports, wanted: JobFilter, found: Sequence[JobSummary]) -> Sequence[Stored]:
+async def _records(
+    ports: Ports, wanted: JobFilter, found: Sequence[JobSummary]
+) -> Sequence[Stored]:
     """The jobs themselves: those of one page alone are read."""
     stored = await ports.jobs.several([job.id for job in found])
     return [s for s in stored if wanted.matches(JobSummary.of(s.job))]  # it may have changed since
 
 
 async def _chunks(
-    ports: Ports, wanted: JobFilter, place: Place | None, turn: Turn
+    ports: Ports, wanted: JobFilter, place: Place | None, give_way: GiveWay
 ) -> AsyncIterator[list[JobSummary]]:
     """Summaries of all wanted jobs behind ``place``, newest first."""
     while True:
-        async with turn():
-            chunk = await ports.jobs.summaries(wanted.among, place, _CHUNK)
-            matching = [job for job in chunk if wanted.matches(job)]
-        yield matching
+        chunk = await ports.jobs.summaries(wanted.among, place, _CHUNK)
+        yield [job for job in chunk if wanted.matches(job)]
         if len(chunk) < _CHUNK:
             return
         place = Place(chunk[-1].created_ms, chunk[-1].id)
+        await give_way()
 
 
 def _has_label(labels: Mapping[str, str], wanted: str) -> bool:

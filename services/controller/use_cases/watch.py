@@ -78,14 +78,9 @@ async def page_of_events(ports: Ports, job_id: str, after: str | None, limit: in
 
 
 async def page_of_lines(
-    ports: Ports,
-    job_id: str,
-    wanted: LineFilter,
-    after: str | None,
-    limit: int,
-    turn: Turn = contextlib.nullcontext,
+    ports: Ports, job_id: str, wanted: LineFilter, after: str | None, limit: int
 ) -> LogPage:
-    """Lines of output behind ``after``, oldest first. ``turn``: as of ``follow``.
+    """Lines of output behind ``after``, oldest first.
 
     Raises:
         NotFoundError: There is no such job.
@@ -95,10 +90,9 @@ async def page_of_lines(
     found: list[LogView] = []
     async with brought_back(ports, (await ports.jobs.load(job_id)).job):
         while len(found) <= limit:
-            async with turn():
-                entries = await ports.telemetry.read(job_id, Log.OUTPUT, after, _CHUNK)
-                lines = (_line(ports, job_id, entry) for entry in entries)
-                found += [line for line in lines if line is not None and wanted.matches(line)]
+            entries = await ports.telemetry.read(job_id, Log.OUTPUT, after, _CHUNK)
+            lines = (_line(ports, job_id, entry) for entry in entries)
+            found += [line for line in lines if line is not None and wanted.matches(line)]
             if len(entries) < _CHUNK:
                 break
             after = entries[-1].id
@@ -107,16 +101,11 @@ async def page_of_lines(
 
 
 async def last_lines(
-    ports: Ports,
-    job_id: str,
-    wanted: LineFilter,
-    after: str | None,
-    count: int,
-    turn: Turn = contextlib.nullcontext,
+    ports: Ports, job_id: str, wanted: LineFilter, after: str | None, count: int
 ) -> LogPage:
-    """The last ``count`` lines of output behind ``after``, oldest first; turns and all errors as of ``page_of_lines``."""
+    """The last ``count`` lines of output behind ``after``, oldest first; all errors as ``page_of_lines``."""
     async with brought_back(ports, (await ports.jobs.load(job_id)).job):
-        lines, _ = await _last_of(ports, job_id, wanted, after, count, turn)
+        lines, _ = await _last_of(ports, job_id, wanted, after, count)
     return LogPage(items=tuple(lines))
 
 

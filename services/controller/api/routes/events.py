@@ -65,10 +65,11 @@ async def all_events(  # noqa: PLR0913 one parameter a filter
         owner=owner,
         labels=tuple(label or ()),
     )
-    turn = functools.partial(context.turns.of, asks.subject)
     if sse.wants_stream(accept):
+        turn = functools.partial(context.turns.of, asks.subject)
         entries = use_cases.follow_feed(context.ports, wanted, after, replay=replay, turn=turn)
         viewer = viewer_of(context, asks)
         return await sse.stream(entries, context.stopping, context.streams, viewer)
-    page = await use_cases.page_of_feed(context.ports, wanted, after, limit, turn)
+    async with context.turns.of(asks.subject):
+        page = await use_cases.page_of_feed(context.ports, wanted, after, limit)
     return await answer_page(request, page, headers=next_link(request, page.next_cursor))

@@ -1,6 +1,5 @@
 """``/v1/jobs``: submit, look, change their course, forget."""
 
-import functools
 import hashlib
 import json
 from collections.abc import Iterator
@@ -39,7 +38,7 @@ from services.controller.use_cases import jobs as use_cases
 from services.controller.use_cases.access import check_owner
 from services.controller.use_cases.clone import Cloning
 from services.controller.use_cases.clone import clone as clone_job
-from services.controller.use_cases.listing import NEWEST_FIRST, JobFilter, JobOrder, search
+from services.controller.use_cases.listing import NEWEST_FIRST, JobFilter, JobOrder
 from services.controller.use_cases.submit import Submission
 from services.controller.use_cases.submit import submit as submit_job
 
@@ -124,10 +123,10 @@ async def list_jobs(  # noqa: PLR0913 one parameter a filter
     """
     names = None if fields is None else _field_names(fields)
     wanted = JobFilter(frozenset(state or ()), tuple(label or ()), q, owner)
-    turn = functools.partial(context.turns.of, asks.subject)
-    found, next_cursor = await search(context.ports, wanted, sort, cursor, limit, turn)
-    async with turn():
-        page = await use_cases.show_jobs(context.ports, wanted, found, next_cursor, fields=names)
+    async with context.turns.in_parts(asks.subject) as give_way:
+        page = await use_cases.list_jobs(
+            context.ports, wanted, cursor, limit, sort, fields=names, give_way=give_way
+        )
         headers = next_link(request, page.next_cursor)
         return await answer_page(request, page, headers=headers, fields=names)
 

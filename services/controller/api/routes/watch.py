@@ -91,20 +91,21 @@ async def logs(  # noqa: PLR0913 FastAPI hands in each part of the request by it
     wanted = use_cases.LineFilter(
         rank=rank, stream=stream, level=level, text=text, since=since, until=until
     )
-    turn = functools.partial(context.turns.of, asks.subject)
     if sse.wants_stream(accept):
         await context.ports.jobs.load(job_id)
         # A stream that goes on behind an entry has had its last lines: what came since must not be cut.
         last = tail if last_event_id is None else None
+        turn = functools.partial(context.turns.of, asks.subject)
         lines = use_cases.follow(
             context.ports, job_id, wanted, after, to_the_end=follow, tail=last, turn=turn
         )
         return await sse.stream(lines, context.stopping, context.streams, viewer_of(context, asks))
     await await_records(context.ports, job_id)
-    if tail is None:
-        page = await use_cases.page_of_lines(context.ports, job_id, wanted, after, limit, turn)
-    else:
-        page = await use_cases.last_lines(context.ports, job_id, wanted, after, tail, turn)
+    async with context.turns.of(asks.subject):
+        if tail is None:
+            page = await use_cases.page_of_lines(context.ports, job_id, wanted, after, limit)
+        else:
+            page = await use_cases.last_lines(context.ports, job_id, wanted, after, tail)
     return await answer_page(request, page, headers=next_link(request, page.next_cursor))
 
 
