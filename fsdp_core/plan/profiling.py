@@ -111,7 +111,7 @@ def profile_model(
         for each, steps in zip(conditions, followed, strict=True):
             missing = [size for size in near if size not in steps]
             steps.update({n: _follow(study, each, stopping, n, workspaces) for n in missing})
-        may_go_on = sizes is None and workspaces.was_cheap
+        may_go_on = sizes is None and workspaces.was_cheap and not workspaces.has_assumed
         if may_go_on and any(_is_bent(steps) for steps in followed):
             further = [
                 _further(study, each, stopping, 2 * max(near), workspaces) for each in conditions

@@ -56,7 +56,7 @@ def verify(
 ) -> None:
     """Read every file of a checkpoint and compare its digest.
 
-    The exit code is 1 if it is corrupt, and 2 if a node could not read it.
+    The exit code is 1 if it is corrupt, and 2 if it could not be verified.
 
     Example:
       meshloom verify last
@@ -71,7 +71,7 @@ def verify(
     if view.state is CheckpointState.CORRUPT:
         raise typer.Exit(_EXIT_BAD)
     # Both are of one moment where all was read; what an earlier look found says nothing of this one.
-    if wait and view.verified_at != view.checked_at:
+    if wait and (view.checked_at is None or view.verified_at != view.checked_at):
         raise CliError(
             f"it is not verified: a node could not read it; `meshloom events {view.job_id}` says why"
         )

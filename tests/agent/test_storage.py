@@ -183,6 +183,12 @@ def test_what_is_committed_is_told_to_who_wants_to_go_on_from_what_has_been_dele
     assert isinstance(found, JobFound)
     assert (found.fence, list(found.manifests.values())) == (3, [commit.manifest])
     assert (found.is_running, found.is_all) == (False, True)
+    # At other times an older attempt may be about to commit, and of damage nobody knows what it committed.
+    assert [fact.is_all for fact in storage.find_job(JOB, None, 0)] == [False]
+    (storage.root / JOB / "chain" / "00000001.json").write_bytes(b"")
+    _, less = storage.open_attempt(launch(4).model_copy(update={"resume_from": gone}))
+    assert isinstance(less, JobFound)
+    assert not less.is_all
 
 
 def verify(commit: CommitCheckpoint) -> VerifyCheckpoint:

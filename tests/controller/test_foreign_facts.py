@@ -31,7 +31,7 @@ from services.contract.words.bounds import MOST_ATTEMPTS, MOST_TOLD_ATTEMPTS, MO
 from services.contract.words.ids import checkpoint_id, new_job_id
 from services.contract.words.states import CheckpointState, JobState
 from services.controller.domain.decisions.dispatch import decide, first_decision, was_told_to_load
-from services.controller.domain.decisions.recovery import found_again
+from services.controller.domain.decisions.recovery import awaits_adoption, found_again
 from services.controller.domain.job.checkpoint import MOST_KEPT
 from services.controller.domain.job.effects import Decision
 from services.controller.domain.job.events import (
@@ -340,8 +340,46 @@ def test_checkpoints_that_storage_does_not_have_cost_a_job_one_attempt_together(
         )
         after = await leader.job(job.id)
         assert after.restarts == 1  # of the kill alone
+        lost = [c.step for c in after.checkpoints.values() if c.state == CheckpointState.CORRUPT]
+        assert sorted(lost) == [20, 30, 40, 50]
         await leader.happen(job, placed(job))
         assert (await leader.job(job.id)).attempts[-1].resumed_step == 10
+
+    play(course)
+
+
+def test_checkpoints_whose_votes_were_counted_stay_where_a_node_has_an_older_copy_of_storage() -> (
+    None
+):
+    async def course(leader: Leader) -> None:
+        job = new_job()
+        kept = [*saved(job, 10, number=2), *saved(job, 20, number=3)]
+        await keep(leader, job, placed(job), launched(job), progressed(job), *kept)
+        await leader.hear(found(job, 30, teller="loom-7"), killed(job))
+        leader.now += 3_600_000
+        await leader.happen(job, placed(job))
+        older = found(job, 10).model_copy(update={"fence": 2, "is_all": True})
+        await leader.hear(older)
+        book = (await leader.job(job.id)).checkpoints.values()
+        assert {c.step: c.state for c in book if c.state != CheckpointState.COMMITTED} == {
+            30: CheckpointState.CORRUPT
+        }
+
+    play(course)
+
+
+def test_where_the_checkpoint_to_load_is_in_storage_none_is_given_up() -> None:
+    async def course(leader: Leader) -> None:
+        job = new_job()
+        await keep(leader, job, placed(job), launched(job), progressed(job), *saved(job, 10))
+        await leader.hear(found(job, 20, 30, teller="loom-7"), killed(job))
+        leader.now += 3_600_000
+        await leader.happen(job, placed(job))
+        source = (await leader.job(job.id)).attempts[-1].resumed_from
+        assert source == checkpoint_id(job.id, 30, 1)
+        await leader.hear(found(job, 10, 30).model_copy(update={"fence": 2, "is_all": True}))
+        book = (await leader.job(job.id)).checkpoints.values()
+        assert {c.state for c in book} == {CheckpointState.COMMITTED}
 
     play(course)
 
@@ -420,10 +458,11 @@ def test_of_a_number_of_attempts_that_no_job_has_had_a_job_takes_no_notice() -> 
         assert attempt.fence == 1
         known = FACT.validate_json(told.replace('"fence":1', f'"fence":{MOST_ATTEMPTS}', 1))
         assert isinstance(known, JobFound)
-        assert (
-            found_again(known.model_copy(update={"fence": MOST_TOLD_ATTEMPTS}), NOW).job.fence
-            == MOST_ATTEMPTS
-        )
+        # One that Redis lost has the number of its ranks, which may live, and none of theirs is given again.
+        behind = found_again(known.model_copy(update={"fence": MOST_ATTEMPTS + 1}), NOW).job
+        assert behind.fence == MOST_ATTEMPTS + 1
+        assert awaits_adoption(behind, behind.fence)
+        assert not awaits_adoption(behind, behind.fence + 1)
 
     play(course)
 

@@ -316,7 +316,7 @@ class JobFound(_GangFact):
 
     ``manifests`` are its committed checkpoints by their number in the chain. ``is_running``: the
     ranks of that attempt live on this node, and ``last_step`` is the last that their boards show.
-    ``is_all``: the chain commits no others; told in several facts they are never known to be all.
+    ``is_all``: told before a launch, in one fact, of a chain without damage: it commits no others.
     """
 
     kind: Literal["job_found"] = "job_found"

@@ -2,12 +2,7 @@
 
 from typing import Final
 
-from services.contract.messages.facts import (
-    ChainDamaged,
-    CheckpointCorrupt,
-    CheckpointLinked,
-    JobFound,
-)
+from services.contract.messages.facts import ChainDamaged, CheckpointLinked, JobFound
 from services.contract.storage.job_cards import JobCard
 from services.contract.words.bounds import MOST_ATTEMPTS
 from services.contract.words.ids import job_of_checkpoint, step_and_fence
@@ -17,7 +12,7 @@ from services.contract.words.states import (
     ExitReason,
     JobState,
 )
-from services.controller.domain.decisions.checkpoint_facts import on_corrupt, on_damaged
+from services.controller.domain.decisions.checkpoint_facts import on_damaged
 from services.controller.domain.job import checkpoint as checkpoints
 from services.controller.domain.job.attempt import Attempt, ReplicaBook
 from services.controller.domain.job.checkpoint import LINKED_STATES
@@ -59,8 +54,9 @@ def found_again(fact: JobFound, now_ms: int) -> Decision:
         # Ranks may write where cards lie, and no job is of the future: lists are sorted by this.
         created_ms=min(card.created_ms or now_ms, now_ms),
         updated_ms=now_ms,
-        fence=min(fact.fence, MOST_ATTEMPTS),
-        run_fence=min(fact.fence, MOST_ATTEMPTS),
+        # Its own, however high: ranks of that attempt may live, and the next one must not have its number.
+        fence=fact.fence,
+        run_fence=fact.fence,
         found=True,
     )
     indexed = _in_line(_with_checkpoints(job, fact, now_ms), card)
@@ -117,22 +113,33 @@ def on_found(event: FoundInStorage, draft: Draft) -> None:
 
 
 def _give_up_others(fact: JobFound, draft: Draft) -> None:
-    """What the chain does not commit is nothing to go on from.
+    """Nothing goes on from what nodes told of and the chain does not commit.
 
-    Any node may tell of checkpoints that it found, and each that there is not would cost an attempt of its own.
+    Any node may tell of checkpoints that it found, and each that there is not would cost an attempt of its own. Those
+    whose votes were counted here stay: the node may have an older copy of the storage.
     """
     there = {manifest.checkpoint_id for manifest in fact.manifests.values()}
-    for checkpoint in draft.job.checkpoints.values():
-        if checkpoint.state == CheckpointState.COMMITTED and checkpoint.id not in there:
-            loss = CheckpointCorrupt(
-                job_id=fact.job_id,
-                fence=fact.fence,
-                node_id=fact.node_id,
-                checkpoint_id=checkpoint.id,
-                file="chain",
-                reason="it does not commit this checkpoint",
-            )
-            on_corrupt(loss, draft)
+    book, attempt = draft.job.checkpoints, draft.job.attempts[-1]
+    if attempt.resumed_from in there:
+        return
+    lacking = [
+        c
+        for c in book.values()
+        if c.found and c.state == CheckpointState.COMMITTED and c.id not in there
+    ]
+    if not lacking:
+        return
+    why = "the chain does not commit it"
+    corrupt = {c.id: checkpoints.corrupted(c, "chain", why, draft.now_ms) for c in lacking}
+    draft.change(checkpoints={**book, **corrupt})
+    draft.note(
+        "checkpoint.corrupt",
+        f"{len(lacking)} checkpoints are corrupt of which nodes had told, that of step {lacking[0].step} first: chain: {why}",
+        checkpoint=lacking[0].id,
+        step=lacking[0].step,
+        file="chain",
+        node_id=fact.node_id,
+    )
 
 
 def _is_of_launch(job: Job, fact: JobFound) -> bool:
@@ -147,7 +154,7 @@ def awaits_adoption(job: Job, fence: int) -> bool:
     told of it first may not have seen yet that the attempt was opened.
     """
     is_idle = job.state in {JobState.PAUSED, JobState.QUEUED} and not job.attempts
-    return job.found and is_idle and 0 < job.fence <= fence <= MOST_ATTEMPTS
+    return job.found and is_idle and 0 < job.fence <= fence <= max(job.fence, MOST_ATTEMPTS)
 
 
 def _adopt(fact: JobFound, incarnations: dict[str, str], draft: Draft) -> None:

@@ -44,7 +44,7 @@ class Checkpoint(Record):
     ``number`` is its place in the commit chain, ``node_id`` the node that linked it.
     ``corrupt_file`` differs from what was committed. ``checked_ms``: when a node last was done with
     reading it, whatever it found. ``deletion_asked_ms``: when its deletion was last commanded. ``evaluation``: the
-    validation loss after its step, and metrics.
+    validation loss after its step, and metrics. ``found``: a node told of it, and no votes for it were counted here.
     """
 
     id: CheckpointId
@@ -65,6 +65,7 @@ class Checkpoint(Record):
     checked_ms: int | None = None
     deletion_asked_ms: int | None = None
     pinned: bool = False
+    found: bool = False
     corrupt_file: str | None = None
     node_id: NodeId | None = None
     export: Export | None = None
@@ -146,6 +147,7 @@ def commit(known: Checkpoint | None, fact: CheckpointLinked, now_ms: int) -> Che
         number=fact.number,
         created_ms=now_ms if known is None else known.created_ms,
         committed_ms=now_ms,
+        found=known is None,
         node_id=fact.node_id,
     )
 

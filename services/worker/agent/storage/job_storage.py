@@ -146,7 +146,10 @@ class Storage:
         is_own = source is not None and job_of_checkpoint(source) == command.job_id
         if not is_own or any(m.checkpoint_id == source for m in reading.committed.values()):
             return told
-        return (*told, *self.find_job(command.job_id, None, 0))
+        found = self.find_job(command.job_id, None, 0)
+        # Read at other times it may lack what an older attempt commits meanwhile.
+        is_all = len(found) == 1 and not found[0].damaged
+        return (*told, *(fact.model_copy(update={"is_all": is_all}) for fact in found))
 
     def keep_standing(self, command: KeepStanding) -> None:
         """Write it into the job's card, if that is still of this attempt.
@@ -193,13 +196,9 @@ class Storage:
             is_running=is_newest,
             last_step=last_step if is_newest else 0,
         )
-        parts = [*_in_parts(reading.committed, card.resume_from)]
-        whole = {"is_all": len(parts) == 1}
         return tuple(
-            found.model_copy(
-                update=whole | {"manifests": part} | ({"damaged": ()} if place else {})
-            )
-            for place, part in enumerate(parts)
+            found.model_copy(update={"manifests": part} | ({"damaged": ()} if place else {}))
+            for place, part in enumerate(_in_parts(reading.committed, card.resume_from))
         )
 
     def commit(self, command: CommitCheckpoint) -> CheckpointLinked | CheckpointLost:
