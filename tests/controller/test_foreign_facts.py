@@ -65,6 +65,7 @@ from tests.controller.histories import (
     running,
     saved,
     vote,
+    votes,
 )
 from tests.controller.histories import play as played
 from tests.controller.test_after_a_loss import Leader, found, joined, play
@@ -318,7 +319,7 @@ def test_checkpoints_that_storage_does_not_have_cost_a_job_one_attempt_together(
     async def course(leader: Leader) -> None:
         job, other = new_job(), "loom-7"
         await keep(leader, job, placed(job), launched(job), progressed(job), *saved(job, 10))
-        await leader.hear(found(job, *range(20, 60, 10), teller=other), killed(job))
+        await leader.hear(killed(job), found(job, *range(20, 60, 10), teller=other))
         leader.now += 3_600_000
         await leader.happen(job, placed(job))
         forged = (await leader.job(job.id)).attempts[-1].resumed_from
@@ -355,7 +356,12 @@ def test_checkpoints_whose_votes_were_counted_stay_where_a_node_has_an_older_cop
         job = new_job()
         kept = [*saved(job, 10, number=2), *saved(job, 20, number=3)]
         await keep(leader, job, placed(job), launched(job), progressed(job), *kept)
-        await leader.hear(found(job, 30, teller="loom-7"), killed(job))
+        await leader.hear(killed(job), found(job, 30, 40, teller="loom-7"))
+        # What a node has read since is there.
+        read = checkpoint_id(job.id, 40, 1)
+        await leader.hear(
+            CheckpointVerified(job_id=job.id, fence=1, node_id=NODE, checkpoint_id=read, bytes=1)
+        )
         leader.now += 3_600_000
         await leader.happen(job, placed(job))
         older = found(job, 10).model_copy(update={"fence": 2, "is_all": True})
@@ -368,11 +374,51 @@ def test_checkpoints_whose_votes_were_counted_stay_where_a_node_has_an_older_cop
     play(course)
 
 
+@pytest.mark.parametrize("has_begun", [False, True])
+@pytest.mark.parametrize("teller", ["loom-7", NODE])
+def test_what_ranks_write_now_is_committed_by_their_votes_alone(
+    *, has_begun: bool, teller: str
+) -> None:
+    """Whoever says that the last one is committed would have the job SUCCEED without it."""
+
+    async def course(leader: Leader) -> None:
+        job = new_job()
+        begun = [began(job, STEPS)]
+        history = [placed(job), launched(job), progressed(job), *saved(job, 10)]
+        await keep(leader, job, *history, *(begun if has_begun else ()))
+        await leader.hear(found(job, STEPS, teller=teller))
+        await leader.happen(job, *(() if has_begun else begun), *votes(job, STEPS), finished(job))
+        waiting = await leader.job(job.id)
+        assert waiting.state != JobState.SUCCEEDED
+        last = waiting.checkpoints[checkpoint_id(job.id, STEPS, 1)]
+        assert last.state == CheckpointState.SEALED
+        assert any(c.kind == "commit_checkpoint" for c in leader.server.commands(NODE))
+        await leader.happen(job, linked(job, STEPS, 1, 3))
+        assert (await leader.job(job.id)).state == JobState.SUCCEEDED
+
+    play(course)
+
+
+def test_of_an_attempt_to_come_no_node_knows_what_it_commits() -> None:
+    async def course(leader: Leader) -> None:
+        job = new_job()
+        await keep(leader, job, placed(job), launched(job), progressed(job), killed(job))
+        told = found(job, 50)
+        (manifest,) = told.manifests.values()
+        later = checkpoint_id(job.id, 50, 2)
+        for fence in (1, 2):
+            forged = manifest.model_copy(update={"checkpoint_id": later, "fence": fence})
+            await leader.hear(told.model_copy(update={"manifests": {2: forged}}))
+        assert not (await leader.job(job.id)).checkpoints
+
+    play(course)
+
+
 def test_where_the_checkpoint_to_load_is_in_storage_none_is_given_up() -> None:
     async def course(leader: Leader) -> None:
         job = new_job()
         await keep(leader, job, placed(job), launched(job), progressed(job), *saved(job, 10))
-        await leader.hear(found(job, 20, 30, teller="loom-7"), killed(job))
+        await leader.hear(killed(job), found(job, 20, 30, teller="loom-7"))
         leader.now += 3_600_000
         await leader.happen(job, placed(job))
         source = (await leader.job(job.id)).attempts[-1].resumed_from
@@ -627,7 +673,7 @@ def test_beside_as_many_checkpoints_as_retention_keeps_one_that_is_found_has_roo
         for step in range(1, MOST_KEPT + 1)
         for name in [checkpoint_id(job.id, step, 1)]
     }
-    full = job.model_copy(update={"checkpoints": kept})
+    full = played(job.model_copy(update={"checkpoints": kept}), [killed(job)]).job
     after = decide(full, FoundInStorage(found(job, MOST_KEPT + 1), {}), NOW).job
     assert after.latest_checkpoint is not None
     assert after.latest_checkpoint.step == MOST_KEPT + 1

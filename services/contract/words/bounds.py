@@ -35,8 +35,8 @@ _ADDRESSES_KEPT: Final = 16
 _DETAILS_KEPT: Final = 64
 MOST_ATTEMPTS: Final = 1_000_000_000
 """No job that is known goes on from a higher number because a node tells of it: its next ones have higher numbers."""
-MOST_TOLD_ATTEMPTS: Final = 9_000_000_000
-"""Names of checkpoints hold ten digits, those of later attempts too. Of attempts above ``MOST_ATTEMPTS`` nodes must still be able to tell."""
+MOST_TOLD_ATTEMPTS: Final = 9_999_999_999
+"""Names of checkpoints hold ten digits. Of attempts above ``MOST_ATTEMPTS`` nodes must still be able to tell."""
 MOST_WHOLE: Final = (1 << 63) - 1
 MOST_SECONDS: Final = 1e9
 """No duration that a rank reports is longer: some thirty years. Beyond it sums would overflow."""

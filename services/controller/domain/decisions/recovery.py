@@ -29,6 +29,8 @@ _DAMAGED: Final = (
     "or resume it to do so"
 )
 _STANDINGS: Final = TERMINAL_STATES | {JobState.QUEUED, JobState.PAUSED}
+# Names of checkpoints hold ten digits, those of its next attempts too.
+_MOST_FOUND: Final = 9_000_000_000
 _PINNED = "pinned, because Redis lost pins and holds: unpin those that retention may delete"
 
 
@@ -55,8 +57,8 @@ def found_again(fact: JobFound, now_ms: int) -> Decision:
         created_ms=min(card.created_ms or now_ms, now_ms),
         updated_ms=now_ms,
         # Its own, however high: ranks of that attempt may live, and the next one must not have its number.
-        fence=fact.fence,
-        run_fence=fact.fence,
+        fence=min(fact.fence, _MOST_FOUND),
+        run_fence=min(fact.fence, _MOST_FOUND),
         found=True,
     )
     indexed = _in_line(_with_checkpoints(job, fact, now_ms), card)
@@ -120,7 +122,7 @@ def _give_up_others(fact: JobFound, draft: Draft) -> None:
     """
     there = {manifest.checkpoint_id for manifest in fact.manifests.values()}
     book, attempt = draft.job.checkpoints, draft.job.attempts[-1]
-    if attempt.resumed_from in there:
+    if attempt.resumed_from not in book or attempt.resumed_from in there:
         return
     lacking = [
         c
@@ -144,7 +146,7 @@ def _give_up_others(fact: JobFound, draft: Draft) -> None:
 
 def _is_of_launch(job: Job, fact: JobFound) -> bool:
     """Whether it was told before the launch of the newest attempt, whose checkpoint to load is not in storage."""
-    return job.state == JobState.PLACING and fact.fence == job.fence
+    return job.state == JobState.PLACING and fact.fence == job.fence and job.attempt is not None
 
 
 def awaits_adoption(job: Job, fence: int) -> bool:
@@ -221,6 +223,19 @@ def _in_line(job: Job, card: JobCard) -> Job:
     return job.model_copy(update=line)
 
 
+def _newest_told(job: Job, fact: JobFound) -> int:
+    """Of which attempts a node may tell what the chain commits.
+
+    What ranks write now is committed by their votes: would a node's word do, theirs would count no more. Of an attempt
+    to come nobody can know. Of ranks that live on through a loss of Redis their own node tells in several facts.
+    """
+    attempt = job.attempt
+    if attempt is None:
+        return max(job.fence, min(fact.fence, MOST_ATTEMPTS))
+    is_adopted = job.found and fact.node_id in attempt.incarnations
+    return attempt.fence if is_adopted else attempt.fence - 1
+
+
 def _with_checkpoints(job: Job, fact: JobFound, now_ms: int) -> Job:
     """The job with an index of what its chain commits; what is new to it is pinned."""
     book = dict(job.checkpoints)
@@ -236,9 +251,13 @@ def _with_checkpoints(job: Job, fact: JobFound, now_ms: int) -> Job:
     # before the launch that is to load another one; at other times a fact may be older than a removal.
     is_older = committed and committed.isdisjoint(m.checkpoint_id for m in fact.manifests.values())
     gone = () if _is_of_launch(job, fact) and is_older else job.gone
+    newest = _newest_told(job, fact)
     for number, manifest in fact.manifests.items():
         known = book.get(manifest.checkpoint_id)
         if manifest.checkpoint_id in gone or number in left_out:
+            continue
+        step, fence = step_and_fence(manifest.checkpoint_id)
+        if fence > newest or (step, fence) != (manifest.step, manifest.fence):
             continue
         if known is None or known.state not in LINKED_STATES:
             link = CheckpointLinked(

@@ -44,7 +44,7 @@ class Checkpoint(Record):
     ``number`` is its place in the commit chain, ``node_id`` the node that linked it.
     ``corrupt_file`` differs from what was committed. ``checked_ms``: when a node last was done with
     reading it, whatever it found. ``deletion_asked_ms``: when its deletion was last commanded. ``evaluation``: the
-    validation loss after its step, and metrics. ``found``: a node told of it, and no votes for it were counted here.
+    validation loss after its step, and metrics. ``found``: a node told of it, for which not all votes were counted here, and no node has read it since.
     """
 
     id: CheckpointId
@@ -147,7 +147,7 @@ def commit(known: Checkpoint | None, fact: CheckpointLinked, now_ms: int) -> Che
         number=fact.number,
         created_ms=now_ms if known is None else known.created_ms,
         committed_ms=now_ms,
-        found=known is None,
+        found=known is None or len(known.votes) < known.world_size,
         node_id=fact.node_id,
     )
 
@@ -159,6 +159,7 @@ def verified(checkpoint: Checkpoint, now_ms: int) -> Checkpoint:
             "state": CheckpointState.COMMITTED,
             "verified_ms": now_ms,
             "checked_ms": now_ms,
+            "found": False,
             "corrupt_file": None,
             "reason": None,
         }
