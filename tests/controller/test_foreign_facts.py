@@ -125,6 +125,31 @@ def test_only_an_attempt_that_loads_another_jobs_checkpoint_can_find_it_corrupt(
     play(course)
 
 
+def test_a_node_that_tells_of_a_clone_cannot_find_what_that_begins_with_corrupt() -> None:
+    """It names the job's ranks and the checkpoint itself: any checkpoint of anybody's would be corrupt by its word."""
+
+    async def course(leader: Leader) -> None:
+        sue, happened = trained()
+        await keep(leader, sue, *happened)
+        name = checkpoint_id(sue.id, STEPS, 1)
+        sam, other = sams(), "loom-7"
+        opened = placed(sam)
+        seats = tuple(seat.model_copy(update={"node_id": other}) for seat in opened.plan.ranks)
+        plan = opened.plan.model_copy(update={"ranks": seats})
+        told = found(sam, teller=other, is_running=True, resume_from=name)
+        told = told.model_copy(update={"card": told.card.model_copy(update={"plan": plan})})
+        queued = told.card.model_copy(update={"standing": JobState.QUEUED})
+        await leader.hear(joined(other), told.model_copy(update={"card": queued}))
+        (attempt,) = (await leader.job(sam.id)).attempts
+        assert (attempt.resumed_from, *attempt.incarnations) == (name, other)
+        await leader.hear(corrupt(sam, name).model_copy(update={"node_id": other}))
+        assert (await leader.job(sue.id)).checkpoints[name].state is CheckpointState.COMMITTED
+        # Its own attempt is not at fault all the same.
+        assert (await leader.job(sam.id)).attempts[-1].corrupt_source is not None
+
+    play(course)
+
+
 def test_an_attempt_is_not_blamed_for_what_a_clones_attempt_of_the_same_number_found() -> None:
     sue = running()
     sue = played(sue, [*saved(sue, 10), killed(sue)]).job

@@ -183,9 +183,10 @@ async def _apply_gang_facts(ports: Ports, group: Sequence[ReceivedFact], epoch: 
     job = await _apply(ports, job_id, occurrences, actor, epoch, stacks)
     for one in occurrences:
         # A job that was cloned loads another job's checkpoint, whose index is to know it too.
-        if isinstance(one.event, CheckpointCorrupt):
+        # Of one that was found in storage only a node says that it is a clone, and of which checkpoint.
+        if isinstance(one.event, CheckpointCorrupt) and job is not None and not job.found:
             owner = job_of_checkpoint(one.event.checkpoint_id)
-            if owner != job_id and job is not None and was_told_to_load(job, one.event):
+            if owner != job_id and was_told_to_load(job, one.event):
                 await _apply(ports, owner, [one], actor, epoch)
 
 
