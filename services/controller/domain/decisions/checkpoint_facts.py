@@ -38,6 +38,7 @@ _WRITING_KEPT: Final = 16
 _DAMAGED_KEPT: Final = 256
 _STUCK_RESENT: Final = 16
 _STUCK_MS: Final = 60_000
+# They stand in each command, of which there may be thousands.
 _KEPT_NAMED: Final = 16
 
 
@@ -343,10 +344,9 @@ def _retire(draft: Draft) -> None:
     abandoned = [c for c in everything if not job.is_on_line(c)]
     surplus = checkpoints.to_retire(line, abandoned, job.spec.checkpoint, protected)
     stuck = [c for c in everything if _is_stuck(c, attempt, draft.now_ms)][:_STUCK_RESENT]
-    count = min(job.spec.checkpoint.keep_last, _KEPT_NAMED)
     given_up = {c.id for c in surplus}
-    newest = checkpoints.newest(line, abandoned, count)
-    kept = tuple(c.id for c in newest if c.id not in given_up)
+    stay = checkpoints.in_place_of_others(line, abandoned, job.spec.checkpoint)
+    kept = tuple(c.id for c in stay if c.id not in given_up)[:_KEPT_NAMED]
     # At once: where retention is lowered there may be thousands.
     _put(draft, *(checkpoints.deleting(c, draft.now_ms) for c in (*stuck, *surplus)))
     for checkpoint in (*stuck, *surplus):
