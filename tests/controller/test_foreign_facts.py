@@ -20,6 +20,7 @@ from services.contract.messages.facts import (
     GangEnded,
     GangLaunched,
     JobFound,
+    JobPurged,
     NodeJoined,
     NodeLeaving,
     NodeLeft,
@@ -31,6 +32,7 @@ from services.contract.words.bounds import MOST_ATTEMPTS, MOST_TOLD_ATTEMPTS, MO
 from services.contract.words.ids import checkpoint_id, new_job_id
 from services.contract.words.states import CheckpointState, JobState
 from services.controller.domain.decisions.dispatch import decide, first_decision, was_told_to_load
+from services.controller.domain.decisions.purge import is_purged
 from services.controller.domain.decisions.recovery import awaits_adoption, found_again
 from services.controller.domain.job.checkpoint import MOST_KEPT
 from services.controller.domain.job.effects import Decision
@@ -39,6 +41,7 @@ from services.controller.domain.job.events import (
     FoundInStorage,
     GangFact,
     JobEvent,
+    PurgeAsked,
     VerifyAsked,
 )
 from services.controller.domain.job.job import Job, Origin
@@ -550,6 +553,16 @@ def test_of_an_attempt_behind_the_highest_number_that_is_taken_from_a_node_nodes
     assert (
         checkpoint_id(job.id, 10, 1) in decide(job, FoundInStorage(told, {}), NOW).job.checkpoints
     )
+
+
+def test_a_node_that_tells_of_a_job_does_not_void_the_answer_to_its_purge() -> None:
+    """Its storage would be empty, and it would be said to be removed for ever."""
+    job, happened = trained()
+    job = decide(played(job, happened).job, PurgeAsked(NODE), NOW).job
+    answer = JobPurged(job_id=job.id, fence=job.fence, node_id=NODE)
+    told = found(job, teller="loom-7").model_copy(update={"fence": job.fence + 1})
+    after = decide(job, FoundInStorage(told, {}), NOW).job
+    assert is_purged(after, answer)
 
 
 def test_a_device_of_a_found_jobs_card_that_no_node_has_stops_no_look() -> None:

@@ -97,7 +97,9 @@ def on_found(event: FoundInStorage, draft: Draft) -> None:
     for new in (c for name, c in draft.job.checkpoints.items() if name not in job.checkpoints):
         words = f"checkpoint of step {new.step} was {FOUND_AGAIN}; it is {_PINNED}"
         draft.note("checkpoint.pinned", words, checkpoint=new.id, step=new.step)
-    if job.fence < fact.fence <= MOST_ATTEMPTS and job.attempt is None:
+    # The answer to a purge is that of the number with which it was commanded.
+    is_idle = job.attempt is None and job.purge_node is None
+    if job.fence < fact.fence <= MOST_ATTEMPTS and is_idle:
         draft.change(fence=fact.fence)
     if fact.is_all and _is_of_launch(job, fact) and fact.node_id in job.attempts[-1].incarnations:
         _give_up_others(fact, draft)
