@@ -24,7 +24,10 @@ from tests.controller.histories import (
     NOW,
     commands,
     finished,
+    killed,
+    launched,
     linked,
+    placed,
     play,
     running,
     saved,
@@ -36,10 +39,10 @@ from tests.waiting import until
 Figures = dict[str, float | None]
 
 
-def judged(job: Job, step: int, number: int, figures: Figures) -> list[JobEvent]:
+def judged(job: Job, step: int, number: int, figures: Figures, fence: int = 1) -> list[JobEvent]:
     """A checkpoint from its beginning to its commit, with an evaluation."""
     events: list[JobEvent] = []
-    for event in saved(job, step, number=number):
+    for event in saved(job, step, fence, number):
         if isinstance(event, CheckpointVoted):
             events.append(event.model_copy(update={"evaluation": figures}))
         else:
@@ -105,12 +108,15 @@ def test_commands_name_what_a_node_told_of_for_which_others_are_given_up(
     course = Course(running(checkpoint={"keep_last": last, "keep_best": {"metric": "loss"}}))
     for place in range(last + 1):
         course.saves(100 + place, {"loss": 1.0 + place})
+    # Of what ranks write now no node can tell.
+    again = [killed(course.job), placed(course.job), launched(course.job, 2)]
+    course.job = play(course.job, again, course.now_ms).job
     told = found(course.job, 1, teller="loom-7")
     (manifest,) = told.manifests.values()
     forged = manifest.model_copy(update={"evaluation": {"loss": loss}})
     told = told.model_copy(update={"manifests": {number: forged}})
     job = decide(course.job, FoundInStorage(told, {}), course.now_ms).job
-    decision = play(job, judged(job, 9_000, 99, {"loss": 50.0}), course.now_ms + 1)
+    decision = play(job, judged(job, 9_000, 99, {"loss": 50.0}, 2), course.now_ms + 1)
     named = [c.kept for c in commands(decision) if isinstance(c, RetireCheckpoint)]
     assert named
     assert all(forged.checkpoint_id in kept for kept in named)

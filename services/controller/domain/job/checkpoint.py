@@ -264,7 +264,7 @@ def in_place_of_others(
 ) -> tuple[Checkpoint, ...]:
     """The committed ones that stay by ``to_retire``, and for which others are given up.
 
-    First those that nobody saw being written, of which any node may tell, then the best, the last verified and the newest.
+    First those that were `found`, of which any node may tell, then the best, the last verified and the newest.
     """
     line, abandoned = tuple(line), tuple(abandoned)
     best = () if wanted.keep_best is None else best_of(line, wanted.keep_best)
@@ -272,8 +272,7 @@ def in_place_of_others(
     verified_ones = () if verified_last is None else (verified_last,)
     newest = reversed(_in_order(line, abandoned)[-wanted.keep_last :])
     stay = {c.id: c for c in (*best, *verified_ones, *newest)}
-    # One that is linked unheard-of is made with its link.
-    return tuple(sorted(stay.values(), key=lambda c: c.created_ms != c.committed_ms))
+    return tuple(sorted(stay.values(), key=lambda c: not c.found))
 
 
 def _in_order(line: Iterable[Checkpoint], abandoned: Iterable[Checkpoint]) -> list[Checkpoint]:
