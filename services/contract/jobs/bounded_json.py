@@ -21,10 +21,34 @@ def bounded(value: object) -> object:
         ValidationError: It is nested too deep, too long, or has a number beyond 64 bits; each
             fault at its own place.
     """
+    if _is_sound(value):
+        return value
     faults = list(islice(_faults(value), MOST_FAULTS + 1))
     if faults:
         raise ValidationError.from_exception_data("bounded", faults)
     return value
+
+
+def _is_sound(root: object) -> bool:
+    """Whether there is no fault, without the places of values: with them a large spec takes nearly half as long again to be read."""
+    seen = 0
+    level: list[object] = [root]
+    for depth in range(MAX_DEPTH + 1):
+        seen += len(level)
+        below: list[object] = []
+        for value in level:
+            if isinstance(value, dict | list | tuple):
+                if depth == MAX_DEPTH:
+                    return False
+                below += value.values() if isinstance(value, dict) else value
+                if seen + len(below) > _MAX_VALUES:
+                    return False
+            elif isinstance(value, int) and not -INT_END <= value < INT_END:
+                return False
+        if not below:
+            break
+        level = below
+    return True
 
 
 def _faults(root: object) -> Iterator[InitErrorDetails]:
