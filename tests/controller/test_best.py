@@ -109,7 +109,7 @@ def test_commands_name_what_a_node_told_of_for_which_others_are_given_up(
     for place in range(last + 1):
         course.saves(100 + place, {"loss": 1.0 + place})
     # Of what ranks write now no node can tell.
-    again = [killed(course.job), placed(course.job), launched(course.job, 2)]
+    again: list[JobEvent] = [killed(course.job), placed(course.job), launched(course.job, 2)]
     course.job = play(course.job, again, course.now_ms).job
     told = found(course.job, 1, teller="loom-7")
     (manifest,) = told.manifests.values()

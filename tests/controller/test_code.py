@@ -1,5 +1,6 @@
 """Uploaded code on a real Redis: judged, kept while a job names it, refused where it is not taken."""
 
+import asyncio
 import itertools
 import socket
 from collections.abc import Iterator
@@ -18,12 +19,14 @@ from services.controller.adapters.memory.server import MemoryServer
 from services.controller.api.guard import AccessPolicy
 from services.controller.domain.decisions.dispatch import first_decision
 from services.controller.domain.job.job import Job
-from services.controller.ports.jobs import Actor
+from services.controller.ports.jobs import Actor, Place, Stored
+from services.controller.use_cases import code
 from services.controller.use_cases.code import forget_unused
 from services.local.embedded_redis import EmbeddedRedis
 from tests.agent.test_probes import question
 from tests.contract.test_code_archives import HOSTILE
 from tests.controller.conftest import ControlPlane, job_body, open_plane
+from tests.controller.planning_office import Office, play
 from tests.controller.test_process import Controller, started
 from tests.waiting import until
 
@@ -251,3 +254,28 @@ def test_two_slow_uploads_of_a_subject_leave_room_for_others(controller: Control
             client.close()
     # Who goes away, or whose time is over, gives the slot back.
     until(lambda: ask().status_code == 200)
+
+
+def test_while_all_jobs_are_read_for_the_code_that_they_name_the_loop_is_others_half_of_the_time(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Every request takes dozens of rounds of the loop, and each job with a large spec makes one long."""
+    monkeypatch.setattr(code, "_CHUNK", 2)
+
+    async def course(office: Office) -> None:
+        for _ in range(4):
+            await office.submits()
+        page, seen = office.ports.jobs.page, list[float]()
+        clock = asyncio.get_running_loop().time
+
+        async def reads(before: Place | None, limit: int) -> list[Stored]:
+            await asyncio.sleep(0.3)  # virtual, for a loop that reads as long
+            seen.append(clock())
+            return await page(before, limit)
+
+        monkeypatch.setattr(office.ports.jobs, "page", reads)
+        began = clock()
+        assert await code._needed(office.ports) == set()
+        assert [round(at - began, 1) for at in seen] == [0.3, 0.9, 1.5]
+
+    play(course)

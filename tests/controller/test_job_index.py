@@ -32,7 +32,7 @@ from services.controller.domain.job.events import (
 )
 from services.controller.domain.job.job import Job
 from services.controller.ports.coordination import Ports
-from services.controller.ports.jobs import Actor, Change, JobSummary
+from services.controller.ports.jobs import Actor, Change, JobSummary, Place
 from services.controller.use_cases.change import apply_events
 from services.controller.use_cases.event_feed import EventFilter, page_of_feed
 from services.controller.use_cases.listing import JobFilter, JobOrder, page
@@ -167,6 +167,19 @@ async def test_jobs_that_are_deleted_while_a_list_is_read_hide_no_others(
         shown += [stored.job.id for stored in found]
     assert len(doomed) < len(names[::3])
     assert sorted(name for name in shown if name in left) == sorted(left)
+
+
+@pytest.mark.anyio
+async def test_a_page_of_records_reads_no_others(world: World) -> None:
+    chance = random.Random(5)  # noqa: S311 no secret
+    for number in range(9):
+        await world.keep(number, chance)
+    before = world.calls("hgetall")
+    found = await world.ports.jobs.page(None, 4)
+    last = found[-1].job
+    found += await world.ports.jobs.page(Place(last.created_ms, last.id), 4)
+    assert len({stored.job.id for stored in found}) == 8
+    assert world.calls("hgetall") == before + 8
 
 
 @pytest.mark.anyio

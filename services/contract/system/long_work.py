@@ -10,6 +10,7 @@ from typing import Final, TypeVar
 
 # The loop that reads and shows jobs also renews the lead; a spec of 64 KiB takes a thirtieth of a second.
 _TURN_S: Final = 0.01
+_LONGEST_PAUSE_S: Final = 1.0
 # Longer ones make others wait; after shorter ones who looks through much waits more often for those who work long.
 _PART_S: Final = 1.0
 T = TypeVar("T")
@@ -23,6 +24,15 @@ async def in_turns(items: Iterable[T]) -> AsyncIterator[T]:
         if time.monotonic() - began > _TURN_S:
             await asyncio.sleep(0)
             began = time.monotonic()
+
+
+async def rest_since(began: float) -> None:
+    """Leave the loop to others for as long as was worked since ``began``, by the loop's clock.
+
+    Where one item takes a twentieth of a second, so does each round of the loop, of which a request takes dozens.
+    """
+    worked_s = asyncio.get_running_loop().time() - began
+    await asyncio.sleep(min(worked_s, _LONGEST_PAUSE_S))
 
 
 @contextlib.contextmanager

@@ -320,12 +320,13 @@ class RedisJobs:
         """See ``JobStore.page``."""
         found: list[Stored] = []
         while len(found) < limit:
-            places = await self._index.places(keys.JOBS, before, _PAGE)
+            count = min(limit - len(found), _PAGE)
+            places = await self._index.places(keys.JOBS, before, count)
             found += await self._load([place.id for place in places])
-            if len(places) < _PAGE:
+            if len(places) < count:
                 break
             before = places[-1]
-        return found[:limit]
+        return found
 
     async def summaries(self, among: Among, before: Place | None, limit: int) -> list[JobSummary]:
         """See ``JobStore.summaries``."""
