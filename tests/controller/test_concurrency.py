@@ -3,8 +3,8 @@
 import asyncio
 import dataclasses
 import itertools
-from collections.abc import AsyncIterator, Sequence
-from contextlib import ExitStack, asynccontextmanager, suppress
+from collections.abc import AsyncIterator, Iterator, Sequence
+from contextlib import ExitStack, asynccontextmanager, contextmanager, suppress
 from typing import Any
 
 import pytest
@@ -32,9 +32,10 @@ from services.controller.domain.errors import (
     TooManyUploadsError,
 )
 from services.controller.ports.jobs import JobStore, Stored
-from services.controller.use_cases import listing
+from services.controller.use_cases import listing, plan_list
 from tests.controller.conftest import ControlPlane
 from tests.controller.histories import NOW, new_job
+from tests.controller.test_plan_api import body, join
 from tests.waiting import Rounds
 
 pytestmark = pytest.mark.anyio
@@ -112,15 +113,46 @@ async def test_who_goes_away_while_others_have_their_turn_ends_none_of_theirs(
 
 
 @pytest.mark.redis
-@pytest.mark.parametrize("query", ["q=none", "sort=priority&limit=1", "limit=5"])
+@pytest.mark.parametrize(
+    ("path", "times"),
+    [
+        # Of seven jobs three at a time, and the records of the page.
+        ("/v1/jobs?q=none", 2),
+        ("/v1/jobs?sort=priority&limit=1", 3),
+        ("/v1/jobs?limit=5", 2),
+        ("/v1/jobs?limit=7", 5),
+    ],
+)
 def test_who_looks_through_many_jobs_gives_way_after_each_part(
-    plane: ControlPlane, monkeypatch: pytest.MonkeyPatch, query: str
+    plane: ControlPlane, monkeypatch: pytest.MonkeyPatch, path: str, times: int
 ) -> None:
     """Of one turn for tens of thousands everybody else's lists wait for seconds."""
     for _ in range(7):
         plane.submit()
     monkeypatch.setattr(listing, "_CHUNK", 3)
-    given: list[object] = []
+    monkeypatch.setattr(listing, "_READ", 3 if path.endswith("7") else 20)
+    with _given_ways(monkeypatch) as given:
+        plane.get(path)
+    assert len(given) == times
+
+
+@pytest.mark.redis
+def test_who_looks_through_many_plans_gives_way_after_each_part(
+    plane: ControlPlane, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    join(plane)
+    for number in range(3):
+        assert plane.client.post("/v1/plans", json=body(name=f"plan-{number}")).is_success
+    monkeypatch.setattr(plan_list, "_CHUNK", 1)
+    with _given_ways(monkeypatch) as given:
+        plane.get("/v1/plans?owner=nobody")
+    assert len(given) == 3
+
+
+@contextmanager
+def _given_ways(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
+    """Who gave way to others within."""
+    given: list[str] = []
     in_parts = Turns.in_parts
 
     @asynccontextmanager
@@ -133,9 +165,9 @@ def test_who_looks_through_many_jobs_gives_way_after_each_part(
 
             yield counting
 
-    monkeypatch.setattr(Turns, "in_parts", counted)
-    plane.get(f"/v1/jobs?{query}")
-    assert len(given) == (1 if query == "limit=5" else 2), "three, three and one of seven jobs"
+    with monkeypatch.context() as patch:
+        patch.setattr(Turns, "in_parts", counted)
+        yield given
 
 
 async def _enter(turns: Turns, subject: str) -> None:

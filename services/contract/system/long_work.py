@@ -51,6 +51,10 @@ def uncollected() -> Iterator[None]:
 GiveWay = Callable[[], Awaitable[None]]
 
 
+async def at_once() -> None:
+    """Of whoever has no turn to give way from."""
+
+
 class _Turn:
     """Somebody's hold on what one has at a time."""
 

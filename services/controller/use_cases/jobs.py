@@ -5,7 +5,7 @@ from typing import Final
 
 from services.contract.api.views import AttemptList, JobPage, JobView
 from services.contract.messages.telemetry import MetricRecord, RankProgress, StepRecord
-from services.contract.system.long_work import GiveWay
+from services.contract.system.long_work import GiveWay, at_once
 from services.contract.words.bounds import MOST_RANKS
 from services.controller.domain.decisions.history import Occurrence
 from services.controller.domain.decisions.purge import refuse_unless_ended
@@ -52,7 +52,7 @@ async def list_jobs(  # noqa: PLR0913 what a list may be asked for, and how
     order: JobOrder = NEWEST_FIRST,
     *,
     fields: Set[str] | None = None,
-    give_way: GiveWay = listing.at_once,
+    give_way: GiveWay = at_once,
 ) -> JobPage:
     """A page of jobs in an order; the newest first by default.
 

@@ -5,7 +5,7 @@ from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final, Literal
 
-from services.contract.system.long_work import GiveWay
+from services.contract.system.long_work import GiveWay, at_once
 from services.contract.words.states import JobState
 from services.controller.ports.coordination import Ports
 from services.controller.ports.jobs import Among, JobSummary, Place, Stored
@@ -14,6 +14,8 @@ from services.controller.use_cases import cursors
 JobOrder = Literal["created", "-created", "updated", "-updated", "priority", "-priority"]
 """By what jobs are sorted, and then by id; ``-`` begins with the highest."""
 NEWEST_FIRST: Final[JobOrder] = "-created"
+# Of a spec of 64 KiB each may take a twentieth of a second.
+_READ: Final = 20
 _CHUNK: Final = 200
 _KEYS: Final[Mapping[str, Callable[[JobSummary], int]]] = {
     "created": lambda job: job.created_ms,
@@ -57,10 +59,6 @@ class JobFilter:
         return all(_has_label(labels, label) for label in self.labels)
 
 
-async def at_once() -> None:
-    """Of whoever has no turn to give way from."""
-
-
 async def page(
     ports: Ports,
     wanted: JobFilter,
@@ -97,7 +95,7 @@ async def page(
         found = best(limit + 1, [*found, *filter(is_behind, chunk)], key=place)
     items = found[:limit]
     more = cursors.from_order(order, *place(items[-1])) if len(found) > limit else None
-    return await _records(ports, wanted, items), more
+    return await _records(ports, wanted, items, give_way), more
 
 
 async def _newest(
@@ -110,15 +108,18 @@ async def _newest(
         if len(found) > limit:
             last = found[limit - 1]
             more = cursors.from_place(Place(last.created_ms, last.id))
-            return await _records(ports, wanted, found[:limit]), more
-    return await _records(ports, wanted, found), None
+            return await _records(ports, wanted, found[:limit], give_way), more
+    return await _records(ports, wanted, found, give_way), None
 
 
 async def _records(
-    ports: Ports, wanted: JobFilter, found: Sequence[JobSummary]
+    ports: Ports, wanted: JobFilter, found: Sequence[JobSummary], give_way: GiveWay
 ) -> Sequence[Stored]:
     """The jobs themselves: those of one page alone are read."""
-    stored = await ports.jobs.several([job.id for job in found])
+    stored: list[Stored] = []
+    for place in range(0, len(found), _READ):
+        stored += await ports.jobs.several([job.id for job in found[place : place + _READ]])
+        await give_way()
     return [s for s in stored if wanted.matches(JobSummary.of(s.job))]  # it may have changed since
 
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from services.contract.api.plan_views import PlanList, PlanSummary, PlanView
-from services.contract.system.long_work import in_turns
+from services.contract.system.long_work import GiveWay, at_once, in_turns
 from services.contract.words.states import PlanState
 from services.controller.domain.errors import NotFoundError, RecordUnreadableError
 from services.controller.domain.plans.plan import Plan
@@ -15,7 +15,8 @@ from services.controller.ports.jobs import Place
 from services.controller.use_cases import cursors
 from services.controller.use_cases.plans import Drawing, look, plan_view
 
-_CHUNK: Final = 50
+# Of a spec of 64 KiB each may take a twentieth of a second.
+_CHUNK: Final = 10
 _WORKS_FOR_S: Final = 5.0
 
 
@@ -38,13 +39,20 @@ class PlanFilter:
 
 
 async def list_plans(
-    ports: Ports, wanted: PlanFilter, cursor: str | None, limit: int, drawing: Drawing
+    ports: Ports,
+    wanted: PlanFilter,
+    cursor: str | None,
+    limit: int,
+    drawing: Drawing,
+    give_way: GiveWay = at_once,
 ) -> PlanList:
     """At most ``limit`` plans behind ``cursor``, and the cursor behind them if there are more.
 
     One that is PROBING by its record may be over by now: it is looked at first, so that the list
     says what each plan itself would say. But a list neither waits for plans that others work out nor, after some seconds,
     for the one that it began, which goes on: the rest are shown as they were.
+
+    ``give_way`` is called after each few plans: to look through a thousand of each owner may take minutes.
 
     Raises:
         InvalidRequestError: The cursor is none of ours.
@@ -69,6 +77,7 @@ async def list_plans(
         if len(chunk) < _CHUNK:
             return PlanList(items=tuple(found))
         place = Place(chunk[-1].created_ms, chunk[-1].id)
+        await give_way()
 
 
 async def _present(ports: Ports, plan: Plan, drawing: Drawing, wait_s: float) -> Plan | None:

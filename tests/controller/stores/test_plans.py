@@ -252,6 +252,27 @@ async def test_a_failure_is_forgotten_sooner_than_a_profile(redis_url: str) -> N
                 assert life_s - 10 < redis.ttl(keys.probe(ASK_ID)) <= life_s
 
 
+async def test_a_page_behind_a_plan_reads_the_plans_of_the_page_alone(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for number in range(9):
+        of_its_time = {"created_ms": 1_000_000 + number}
+        await world.ports.plans.keep(plan(number).model_copy(update=of_its_time), ASK, None)
+    (newest,) = await world.ports.plans.page(None, 1)
+    read: list[str] = []
+    forget = Unreadable.forget
+
+    def forgets(self: Unreadable, name: str) -> None:
+        if name.endswith(" doc"):  # a record was read
+            read.append(name)
+        forget(self, name)
+
+    monkeypatch.setattr(Unreadable, "forget", forgets)
+    found = await world.ports.plans.page(Place(newest.created_ms, newest.id), 3)
+    assert [each.created_ms for each in found] == [1_000_007, 1_000_006, 1_000_005]
+    assert len(read) <= 3  # in memory there is nothing to be read
+
+
 async def test_plans_are_read_and_listed_one_by_one_with_turns_of_others_in_between(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -171,18 +171,20 @@ class RedisPlans:
     async def page(self, before: Place | None, limit: int) -> list[Plan]:
         """See ``PlanStore.page``."""
         highest = "+inf" if before is None else before.created_ms
+        # The place itself is among them: a second read for the one that is missing would parse twice as many.
+        count = limit if before is None else limit + 1
         found: list[Plan] = []
         offset = 0
         while len(found) < limit:
             end_if_told()
             with self._clients.answering(keys.PLANS):
                 rows: Any = await self._clients.reads.zrevrangebyscore(
-                    keys.PLANS, highest, "-inf", start=offset, num=limit, withscores=True
+                    keys.PLANS, highest, "-inf", start=offset, num=count, withscores=True
                 )
             places = [Place(to_ms(score), plan_id) for plan_id, score in rows]
             found += await self._load([p.id for p in places if before is None or p < before])
-            offset += limit
-            if len(rows) < limit:
+            offset += count
+            if len(rows) < count:
                 break
         return found[:limit]
 

@@ -66,8 +66,8 @@ async def get_plans(  # noqa: PLR0913 one parameter a filter
 ) -> Response:
     """Plans of the last seven days, newest first."""
     wanted = PlanFilter(frozenset(state or ()), owner)
-    async with context.plan_turns.of(asks.subject):
-        page = await list_plans(context.ports, wanted, cursor, limit, context.drawing)
+    async with context.plan_turns.in_parts(asks.subject) as give_way:
+        page = await list_plans(context.ports, wanted, cursor, limit, context.drawing, give_way)
     return answer(request, page, headers=next_link(request, page.next_cursor))
 
 
