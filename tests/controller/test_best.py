@@ -10,39 +10,24 @@ from hypothesis import strategies as st
 
 from services.contract.api.requests import CloneRequest
 from services.contract.jobs.specs import JobSpec
-from services.contract.messages.commands import RetireCheckpoint
 from services.contract.messages.facts import CheckpointVoted, GangEnded
 from services.contract.words.states import CheckpointState, ExitReason, JobState
-from services.controller.domain.decisions.dispatch import decide
 from services.controller.domain.job import job as jobs
 from services.controller.domain.job.checkpoint import best_of
-from services.controller.domain.job.events import FoundInStorage, JobEvent
+from services.controller.domain.job.events import JobEvent
 from services.controller.domain.job.job import Job
 from services.controller.use_cases.clone import _origin
 from tests.controller.conftest import ControlPlane
-from tests.controller.histories import (
-    NOW,
-    commands,
-    finished,
-    killed,
-    launched,
-    linked,
-    placed,
-    play,
-    running,
-    saved,
-    vote,
-)
-from tests.controller.test_after_a_loss import found
+from tests.controller.histories import finished, linked, play, running, saved, vote
 from tests.waiting import until
 
 Figures = dict[str, float | None]
 
 
-def judged(job: Job, step: int, number: int, figures: Figures, fence: int = 1) -> list[JobEvent]:
+def judged(job: Job, step: int, number: int, figures: Figures) -> list[JobEvent]:
     """A checkpoint from its beginning to its commit, with an evaluation."""
     events: list[JobEvent] = []
-    for event in saved(job, step, fence, number):
+    for event in saved(job, step, number=number):
         if isinstance(event, CheckpointVoted):
             events.append(event.model_copy(update={"evaluation": figures}))
         else:
@@ -60,17 +45,15 @@ class Course:
 
     job: Job
     number: int = 1
-    now_ms: int = NOW
 
     def saves(self, step: int, figures: Figures) -> None:
         self.number += 1
         events = judged(self.job, step, self.number, figures)
-        sealed = play(self.job, events[:-1], self.now_ms).job
+        sealed = play(self.job, events[:-1]).job
         known = next(c for c in sealed.checkpoints.values() if c.step == step)
         link = linked(sealed, step, number=self.number)
         told = link.model_copy(update={"manifest": known.manifest})
-        self.now_ms += 1
-        self.job = play(sealed, [told], self.now_ms).job
+        self.job = play(sealed, [told]).job
 
 
 VALUES = st.lists(st.none() | st.integers(-3, 3).map(float), min_size=1, max_size=12)
@@ -98,28 +81,6 @@ def test_the_best_of_all_that_were_ever_committed_stay_beside_the_last(
     assert committed(course.job) == {*best, *list(steps)[-last:]}
     found = course.job.best_checkpoint
     assert (found.step if found else None) == (best[0] if best else None)
-
-
-@pytest.mark.parametrize(("last", "number", "loss"), [(2, 1, -9.0), (40, 20, None)])
-def test_commands_name_what_a_node_told_of_for_which_others_are_given_up(
-    last: int, number: int, loss: float | None
-) -> None:
-    """Any node can tell of a better one, or of one amid many: the chain lacks it, so that an agent keeps what there is."""
-    course = Course(running(checkpoint={"keep_last": last, "keep_best": {"metric": "loss"}}))
-    for place in range(last + 1):
-        course.saves(100 + place, {"loss": 1.0 + place})
-    # Of what ranks write now no node can tell.
-    again: list[JobEvent] = [killed(course.job), placed(course.job), launched(course.job, 2)]
-    course.job = play(course.job, again, course.now_ms).job
-    told = found(course.job, 1, teller="loom-7")
-    (manifest,) = told.manifests.values()
-    forged = manifest.model_copy(update={"evaluation": {"loss": loss}})
-    told = told.model_copy(update={"manifests": {number: forged}})
-    job = decide(course.job, FoundInStorage(told, {}), course.now_ms).job
-    decision = play(job, judged(job, 9_000, 99, {"loss": 50.0}, 2), course.now_ms + 1)
-    named = [c.kept for c in commands(decision) if isinstance(c, RetireCheckpoint)]
-    assert named
-    assert all(forged.checkpoint_id in kept for kept in named)
 
 
 def test_without_keep_best_the_last_stay_and_the_best_is_that_of_the_validation_loss() -> None:

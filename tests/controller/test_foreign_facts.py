@@ -145,6 +145,9 @@ def test_a_node_that_tells_of_a_clone_cannot_find_what_that_begins_with_corrupt(
         await leader.hear(joined(other), told.model_copy(update={"card": queued}))
         (attempt,) = (await leader.job(sam.id)).attempts
         assert (attempt.resumed_from, *attempt.incarnations) == (name, other)
+        origin = (await leader.job(sam.id)).origin
+        assert origin is not None
+        assert origin.found, "also once a person has resumed it"
         await leader.hear(corrupt(sam, name).model_copy(update={"node_id": other}))
         assert (await leader.job(sue.id)).checkpoints[name].state is CheckpointState.COMMITTED
         # Its own attempt is not at fault all the same.
@@ -425,6 +428,54 @@ def test_what_ranks_write_now_is_committed_by_their_votes_alone(
         assert (await leader.job(job.id)).state == JobState.SUCCEEDED
 
     play(course)
+
+
+@pytest.mark.parametrize("teller", ["loom-7", NODE])
+def test_while_ranks_write_no_node_adds_what_older_attempts_committed(teller: str) -> None:
+    """Nobody would wait for a last commit that a full disk holds up: a later one would take its place."""
+
+    async def course(leader: Leader) -> None:
+        job = new_job()
+        again: list[JobEvent] = [killed(job), placed(job), launched(job, 2)]
+        await keep(leader, job, placed(job), launched(job), *saved(job, 10), *again)
+        await leader.happen(job, progressed(job, 11, 2))
+        await leader.hear(found(job, STEPS, teller=teller))
+        book = (await leader.job(job.id)).checkpoints
+        assert [c.step for c in book.values()] == [10]
+
+    play(course)
+
+
+def test_before_a_launch_its_node_tells_of_an_attempt_of_its_number_that_redis_lost() -> None:
+    """Else the job would FAIL for want of a checkpoint, beside later ones in storage."""
+
+    async def course(leader: Leader) -> None:
+        job = new_job()
+        await keep(leader, job, placed(job), launched(job), *saved(job, 10), killed(job))
+        leader.now += 3_600_000
+        await leader.happen(job, placed(job))
+        told = found(job, 30)
+        (manifest,) = told.manifests.values()
+        lost = manifest.model_copy(
+            update={"checkpoint_id": checkpoint_id(job.id, 30, 2), "fence": 2}
+        )
+        others = told.model_copy(update={"fence": 2, "manifests": {7: lost}})
+        await leader.hear(others.model_copy(update={"node_id": "loom-7"}))
+        assert lost.checkpoint_id not in (await leader.job(job.id)).checkpoints
+        await leader.hear(others)
+        assert lost.checkpoint_id in (await leader.job(job.id)).checkpoints
+
+    play(course)
+
+
+def test_a_last_commit_of_which_its_node_told_with_all_it_found_ends_the_job_once_it_is_linked() -> (
+    None
+):
+    job = running().model_copy(update={"found": True})
+    waiting = played(job, [began(job, STEPS), *votes(job, STEPS), finished(job)]).job
+    told = decide(waiting, FoundInStorage(found(job, STEPS), {}), NOW).job
+    assert told.state is not JobState.SUCCEEDED
+    assert decide(told, linked(job, STEPS, 1, 2), NOW).job.state is JobState.SUCCEEDED
 
 
 def test_of_an_attempt_to_come_no_node_knows_what_it_commits() -> None:

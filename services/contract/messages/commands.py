@@ -123,8 +123,8 @@ class CommitCheckpoint(OfAttempt):
 class RetireCheckpoint(OfAttempt):
     """Link the deletion of a committed checkpoint into the chain, then remove its shard files.
 
-    ``fence`` is that of the job's newest attempt. ``kept``: committed ones, the newest and the best, for which
-    retention gives it up; it stays unless the chain commits all of them, for any agent can say that it does.
+    ``fence`` is that of the job's newest attempt. ``kept``: the newest committed ones, for which retention
+    gives it up; it stays unless the chain commits all of them, for any agent can say that it does.
     """
 
     kind: Literal["retire_checkpoint"] = "retire_checkpoint"

@@ -184,7 +184,8 @@ async def _apply_gang_facts(ports: Ports, group: Sequence[ReceivedFact], epoch: 
     for one in occurrences:
         # A job that was cloned loads another job's checkpoint, whose index is to know it too.
         # Of one that was found in storage only a node says that it is a clone, and of which checkpoint.
-        if isinstance(one.event, CheckpointCorrupt) and job is not None and not job.found:
+        is_clone = job is not None and job.origin is not None and not job.origin.found
+        if isinstance(one.event, CheckpointCorrupt) and job is not None and is_clone:
             owner = job_of_checkpoint(one.event.checkpoint_id)
             if owner != job_id and was_told_to_load(job, one.event):
                 await _apply(ports, owner, [one], actor, epoch)

@@ -118,8 +118,9 @@ async def _records(
     """The jobs themselves: those of one page alone are read."""
     stored: list[Stored] = []
     for place in range(0, len(found), _READ):
+        if place:
+            await give_way()
         stored += await ports.jobs.several([job.id for job in found[place : place + _READ]])
-        await give_way()
     return [s for s in stored if wanted.matches(JobSummary.of(s.job))]  # it may have changed since
 
 

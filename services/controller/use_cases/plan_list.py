@@ -77,7 +77,9 @@ async def list_plans(
         if len(chunk) < _CHUNK:
             return PlanList(items=tuple(found))
         place = Place(chunk[-1].created_ms, chunk[-1].id)
+        waits = clock()
         await give_way()
+        ends += clock() - waits
 
 
 async def _present(ports: Ports, plan: Plan, drawing: Drawing, wait_s: float) -> Plan | None:

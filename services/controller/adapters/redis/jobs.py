@@ -56,6 +56,7 @@ from services.controller.ports.jobs import (
 )
 
 _PAGE: Final = 256
+_FEW: Final = 16
 _NOTHING_DOOMED: Final = (0, "", "")
 # Of the keys that a commit takes first, so many must have their types.
 _TYPED: Final = 6
@@ -319,14 +320,16 @@ class RedisJobs:
     async def page(self, before: Place | None, limit: int) -> list[Stored]:
         """See ``JobStore.page``."""
         found: list[Stored] = []
+        count = min(limit, _PAGE)
         while len(found) < limit:
-            count = min(limit - len(found), _PAGE)
             places = await self._index.places(keys.JOBS, before, count)
             found += await self._load([place.id for place in places])
             if len(places) < count:
                 break
             before = places[-1]
-        return found
+            # Of a run of records that cannot be read a few are passed over at a time.
+            count = min(max(limit - len(found), _FEW), _PAGE)
+        return found[:limit]
 
     async def summaries(self, among: Among, before: Place | None, limit: int) -> list[JobSummary]:
         """See ``JobStore.summaries``."""

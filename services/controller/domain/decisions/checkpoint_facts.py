@@ -38,7 +38,6 @@ _WRITING_KEPT: Final = 16
 _DAMAGED_KEPT: Final = 256
 _STUCK_RESENT: Final = 16
 _STUCK_MS: Final = 60_000
-# They stand in each command, of which there may be thousands.
 _KEPT_NAMED: Final = 16
 
 
@@ -89,7 +88,11 @@ def on_linked(fact: CheckpointLinked, draft: Draft) -> None:
     """The checkpoint is committed. True whatever the fence: the chain in storage says so."""
     name = fact.manifest.checkpoint_id
     known = draft.job.checkpoints.get(name)
-    if name in draft.job.gone or (known is not None and _is_committed(known)):
+    if name in draft.job.gone:
+        return
+    if known is not None and _is_committed(known):
+        # Its node may have said so with all that it found, for which nothing waits.
+        settle(draft)
         return
     answered(draft)
     linked = checkpoints.commit(known, fact, draft.now_ms)
@@ -344,9 +347,10 @@ def _retire(draft: Draft) -> None:
     abandoned = [c for c in everything if not job.is_on_line(c)]
     surplus = checkpoints.to_retire(line, abandoned, job.spec.checkpoint, protected)
     stuck = [c for c in everything if _is_stuck(c, attempt, draft.now_ms)][:_STUCK_RESENT]
+    count = min(job.spec.checkpoint.keep_last, _KEPT_NAMED)
     given_up = {c.id for c in surplus}
-    stay = checkpoints.in_place_of_others(line, abandoned, job.spec.checkpoint)
-    kept = tuple(c.id for c in stay if c.id not in given_up)[:_KEPT_NAMED]
+    newest = checkpoints.newest(line, abandoned, count)
+    kept = tuple(c.id for c in newest if c.id not in given_up)
     # At once: where retention is lowered there may be thousands.
     _put(draft, *(checkpoints.deleting(c, draft.now_ms) for c in (*stuck, *surplus)))
     for checkpoint in (*stuck, *surplus):

@@ -62,6 +62,9 @@ def found_again(fact: JobFound, now_ms: int) -> Decision:
         found=True,
     )
     indexed = _in_line(_with_checkpoints(job, fact, now_ms), card)
+    # All that is known of it is what storage holds: one node's older copy is not to strike out the rest.
+    book = {c.id: c.model_copy(update={"found": False}) for c in indexed.checkpoints.values()}
+    indexed = indexed.model_copy(update={"checkpoints": book})
     latest = indexed.latest_checkpoint
     saved = 0 if latest is None else latest.step
     count = len(indexed.checkpoints)
@@ -211,7 +214,7 @@ def _in_line(job: Job, card: JobCard) -> Job:
     if origin_id != job.id:
         step = step_and_fence(source)[0]
         is_held = not job.checkpoints
-        origin = Origin(job_id=origin_id, checkpoint_id=source, step=step, held=is_held)
+        origin = Origin(job_id=origin_id, checkpoint_id=source, step=step, held=is_held, found=True)
         return job.model_copy(update={"origin": origin})
     older = [c for c in job.checkpoints.values() if c.fence < card.fence]
     newest = max(older, key=lambda c: (c.step, c.fence), default=None)
@@ -226,22 +229,32 @@ def _in_line(job: Job, card: JobCard) -> Job:
 
 
 def _newest_told(job: Job, fact: JobFound) -> int:
-    """Of which attempts a node may tell what the chain commits.
+    """Of which attempts a node may tell what the chain commits; 0: of none.
 
-    What ranks write now is committed by their votes: would a node's word do, theirs would count no more. Of an attempt
-    to come nobody can know. Of ranks that live on through a loss of Redis their own node tells in several facts.
+    What ranks write now is committed by their votes: would a node's word do, theirs would count no more, and a later
+    one than their last would have nobody wait for that. So while an attempt lives, its own nodes tell before they
+    launch it, when nothing of it is written: an attempt that Redis lost may have had its number. Of ranks that
+    live on through a loss of Redis their own node tells in several facts. Of an attempt to come nobody can know.
     """
     attempt = job.attempt
     if attempt is None:
         return max(job.fence, min(fact.fence, MOST_ATTEMPTS))
-    is_adopted = job.found and fact.node_id in attempt.incarnations
-    return attempt.fence if is_adopted else attempt.fence - 1
+    if fact.node_id in attempt.incarnations and (job.found or _is_of_launch(job, fact)):
+        return attempt.fence
+    return attempt.fence - 1 if job.found else 0
 
 
 def _with_checkpoints(job: Job, fact: JobFound, now_ms: int) -> Job:
     """The job with an index of what its chain commits; what is new to it is pinned."""
     book = dict(job.checkpoints)
-    new = sorted(n for n, manifest in fact.manifests.items() if manifest.checkpoint_id not in book)
+    newest = _newest_told(job, fact)
+    told = {
+        number: manifest
+        for number, manifest in fact.manifests.items()
+        if step_and_fence(manifest.checkpoint_id) == (manifest.step, manifest.fence)
+        and manifest.fence <= newest
+    }
+    new = sorted(n for n, manifest in told.items() if manifest.checkpoint_id not in book)
     # Whoever may tell of jobs could tell of any number of checkpoints.
     # Of the others those that retention keeps leave room, for it gives up the oldest: what is found may be the newest.
     pinned = [len(c.votes) for c in book.values() if c.pinned]
@@ -253,13 +266,9 @@ def _with_checkpoints(job: Job, fact: JobFound, now_ms: int) -> Job:
     # before the launch that is to load another one; at other times a fact may be older than a removal.
     is_older = committed and committed.isdisjoint(m.checkpoint_id for m in fact.manifests.values())
     gone = () if _is_of_launch(job, fact) and is_older else job.gone
-    newest = _newest_told(job, fact)
-    for number, manifest in fact.manifests.items():
+    for number, manifest in told.items():
         known = book.get(manifest.checkpoint_id)
         if manifest.checkpoint_id in gone or number in left_out:
-            continue
-        step, fence = step_and_fence(manifest.checkpoint_id)
-        if fence > newest or (step, fence) != (manifest.step, manifest.fence):
             continue
         if known is None or known.state not in LINKED_STATES:
             link = CheckpointLinked(

@@ -259,20 +259,11 @@ def room_for(shards: Iterable[int]) -> int:
     return max(sum(total <= MOST_SHARDS for total in totals), 1)
 
 
-def in_place_of_others(
-    line: Iterable[Checkpoint], abandoned: Iterable[Checkpoint], wanted: CheckpointSpec
+def newest(
+    line: Iterable[Checkpoint], abandoned: Iterable[Checkpoint], count: int
 ) -> tuple[Checkpoint, ...]:
-    """The committed ones that stay by ``to_retire``, and for which others are given up.
-
-    First those that were `found`, of which any node may tell, then the best, the last verified and the newest.
-    """
-    line, abandoned = tuple(line), tuple(abandoned)
-    best = () if wanted.keep_best is None else best_of(line, wanted.keep_best)
-    verified_last = last_verified(line) or last_verified(abandoned)
-    verified_ones = () if verified_last is None else (verified_last,)
-    newest = reversed(_in_order(line, abandoned)[-wanted.keep_last :])
-    stay = {c.id: c for c in (*best, *verified_ones, *newest)}
-    return tuple(sorted(stay.values(), key=lambda c: not c.found))
+    """The last ``count`` committed ones in the order in which retention gives them up."""
+    return tuple(_in_order(line, abandoned)[-count:])
 
 
 def _in_order(line: Iterable[Checkpoint], abandoned: Iterable[Checkpoint]) -> list[Checkpoint]:

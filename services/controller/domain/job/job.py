@@ -43,13 +43,14 @@ class Stop(Record):
 class Origin(Record):
     """The job of which this one is a clone, and the checkpoint of it with which the clone begins.
 
-    ``held``: the source keeps that checkpoint, for the clone has none of its own yet.
+    ``held``: the source keeps that checkpoint, for the clone has none of its own yet. ``found``: a node told of it.
     """
 
     job_id: JobId
     checkpoint_id: CheckpointId | None = None
     step: int = 0
     held: bool = False
+    found: bool = False
 
 
 class Planning(Record):
