@@ -3,6 +3,7 @@
 import pytest
 from pydantic import ValidationError
 
+from services.contract.api.views import StopRequest
 from services.contract.messages.commands import RetireCheckpoint
 from services.contract.messages.facts import (
     FACT,
@@ -41,6 +42,7 @@ from services.controller.domain.job.events import (
     FoundInStorage,
     GangFact,
     JobEvent,
+    PauseAsked,
     PurgeAsked,
     VerifyAsked,
 )
@@ -446,20 +448,24 @@ def test_while_ranks_write_no_node_adds_what_older_attempts_committed(teller: st
     play(course)
 
 
-def test_before_a_launch_its_node_tells_of_an_attempt_of_its_number_that_redis_lost() -> None:
+@pytest.mark.parametrize("is_paused", [False, True])
+@pytest.mark.parametrize("fence", [2, 3])
+def test_before_a_launch_its_node_tells_of_attempts_that_redis_lost(
+    *, is_paused: bool, fence: int
+) -> None:
     """Else the job would FAIL for want of a checkpoint, beside later ones in storage."""
 
     async def course(leader: Leader) -> None:
         job = new_job()
         await keep(leader, job, placed(job), launched(job), *saved(job, 10), killed(job))
         leader.now += 3_600_000
-        await leader.happen(job, placed(job))
+        await leader.happen(job, placed(job), *((PauseAsked(StopRequest()),) if is_paused else ()))
         told = found(job, 30)
         (manifest,) = told.manifests.values()
         lost = manifest.model_copy(
-            update={"checkpoint_id": checkpoint_id(job.id, 30, 2), "fence": 2}
+            update={"checkpoint_id": checkpoint_id(job.id, 30, fence), "fence": fence}
         )
-        others = told.model_copy(update={"fence": 2, "manifests": {7: lost}})
+        others = told.model_copy(update={"fence": fence, "manifests": {7: lost}})
         await leader.hear(others.model_copy(update={"node_id": "loom-7"}))
         assert lost.checkpoint_id not in (await leader.job(job.id)).checkpoints
         await leader.hear(others)

@@ -233,15 +233,18 @@ def _newest_told(job: Job, fact: JobFound) -> int:
 
     What ranks write now is committed by their votes: would a node's word do, theirs would count no more, and a later
     one than their last would have nobody wait for that. So while an attempt lives, its own nodes tell before they
-    launch it, when nothing of it is written: an attempt that Redis lost may have had its number. Of ranks that
-    live on through a loss of Redis their own node tells in several facts. Of an attempt to come nobody can know.
+    launch it, when nothing of it is written: attempts that Redis lost may have had its number, and later ones. Of ranks
+    that live on through a loss of Redis their own node tells in several facts. Of an attempt to come nobody can know.
     """
     attempt = job.attempt
     if attempt is None:
         return max(job.fence, min(fact.fence, MOST_ATTEMPTS))
-    if fact.node_id in attempt.incarnations and (job.found or _is_of_launch(job, fact)):
-        return attempt.fence
-    return attempt.fence - 1 if job.found else 0
+    is_own = fact.node_id in attempt.incarnations
+    if is_own and fact.node_id not in attempt.launched:
+        return max(attempt.fence, min(fact.fence, MOST_ATTEMPTS))
+    if not job.found:
+        return 0
+    return attempt.fence if is_own else attempt.fence - 1
 
 
 def _with_checkpoints(job: Job, fact: JobFound, now_ms: int) -> Job:
