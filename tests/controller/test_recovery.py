@@ -255,7 +255,8 @@ def test_a_clone_without_a_checkpoint_of_its_own_begins_with_its_origins_again()
     opened = play(resumed, [placed(resumed)], LATER)
     (launch,) = [c for c in commands(opened) if isinstance(c, LaunchGang)]
     assert launch.resume_from == begun
-    assert opened.job.origin == Origin(job_id=source, checkpoint_id=begun, step=50, held=True)
+    origin = Origin(job_id=source, checkpoint_id=begun, step=50, held=True, found=True)
+    assert opened.job.origin == origin
     own = fact.model_copy(update={"manifests": found({3: 60}).manifests})
     assert take_in(own).job.resume_point.step == 60
 
