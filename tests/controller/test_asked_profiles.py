@@ -246,7 +246,7 @@ def test_what_a_plan_tells_is_bounded_however_many_modules_it_would_name(
         assert words in message
         assert len(message) < 5_000
         record = (await office.job(job_id)).model_dump_json()
-        (plan,) = await office.ports.plans.page(None, 10)
+        (plan,) = (await office.ports.plans.page(None, 10)).plans
         assert max(len(record), len(plan.model_dump_json())) < 20_000
 
     play(course)

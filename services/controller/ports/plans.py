@@ -1,8 +1,11 @@
 """Where plans are kept, and what nodes answered to probes."""
 
-from typing import Literal, Protocol
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Final, Literal, NamedTuple, Protocol
 
 from services.contract.messages.probing import ModelProbed
+from services.contract.words.states import PlanState
 from services.controller.domain.job.effects import Send
 from services.controller.domain.plans.pace import Pace
 from services.controller.domain.plans.plan import Plan
@@ -11,6 +14,31 @@ from services.controller.ports.jobs import Place
 Asked = Literal["cached", "pending", "asked", "too_many"]
 """The answer is there already; somebody has asked and waits; it was asked for just now; or nothing was kept, for
 the owner has as many plans that wait as one may have."""
+
+
+@dataclass(frozen=True)
+class AmongPlans:
+    """Which plans are wanted at most: in any of these states (none: all), of this owner.
+
+    One that is PROBING by its record is always among them: it may be over by now.
+    """
+
+    states: frozenset[PlanState] = frozenset()
+    owner: str | None = None
+
+    def may_be(self, state: str) -> bool:
+        """Whether one with that state in its record may be among them."""
+        return not self.states or state == PlanState.PROBING or state in self.states
+
+
+ALL_PLANS: Final = AmongPlans()
+
+
+class PlanPage(NamedTuple):
+    """Plans, newest first, and from where on there may be more; None: there are no more."""
+
+    plans: Sequence[Plan]
+    behind: Place | None
 
 
 class PlanStore(Protocol):
@@ -39,10 +67,12 @@ class PlanStore(Protocol):
         """
         ...
 
-    async def page(self, before: Place | None, limit: int) -> list[Plan]:
+    async def page(
+        self, before: Place | None, limit: int, among: AmongPlans = ALL_PLANS
+    ) -> PlanPage:
         """Up to ``limit`` plans that were made before that place, newest first.
 
-        One whose record makes no sense here is passed over.
+        Fewer, or none, where many have to be looked through. One whose record makes no sense here is passed over.
         """
         ...
 

@@ -12,6 +12,7 @@ from services.controller.domain.errors import NotFoundError, RecordUnreadableErr
 from services.controller.domain.plans.plan import Plan
 from services.controller.ports.coordination import Ports
 from services.controller.ports.jobs import Place
+from services.controller.ports.plans import AmongPlans
 from services.controller.use_cases import cursors
 from services.controller.use_cases.plans import Drawing, look, plan_view
 
@@ -27,14 +28,15 @@ class PlanFilter:
     states: frozenset[PlanState] = frozenset()
     owner: str | None = None
 
+    @property
+    def among(self) -> AmongPlans:
+        """What of it the store can tell without reading records."""
+        return AmongPlans(self.states, self.owner)
+
     def matches(self, plan: Plan) -> bool:
         """Whether the plan is among them, by its owner and its present state."""
         if self.states and plan.state not in self.states:
             return False
-        return self.is_of(plan)
-
-    def is_of(self, plan: Plan) -> bool:
-        """Whether its owner is the one that is asked for."""
         return self.owner is None or plan.owner == self.owner
 
 
@@ -63,9 +65,9 @@ async def list_plans(
     ends = clock() + _WORKS_FOR_S
     found: list[PlanSummary] = []
     while True:
-        chunk = await ports.plans.page(place, _CHUNK)
+        chunk = await ports.plans.page(place, _CHUNK, wanted.among)
         # Others have their turn between two: specs of 64 KiB are shown and judged, too.
-        async for record in in_turns(filter(wanted.is_of, chunk)):
+        async for record in in_turns(chunk.plans):
             left_s = 0.0 if drawing.hands.is_taken else ends - clock()
             plan = await _present(ports, record, drawing, left_s)
             if plan is None or not wanted.matches(plan):
@@ -74,9 +76,9 @@ async def list_plans(
                 return PlanList(items=tuple(found), next_cursor=cursors.from_place(last))
             found.append(_summary(plan_view(plan)))
             last = Place(plan.created_ms, plan.id)
-        if len(chunk) < _CHUNK:
+        if chunk.behind is None:
             return PlanList(items=tuple(found))
-        place = Place(chunk[-1].created_ms, chunk[-1].id)
+        place = chunk.behind
         waits = clock()
         await give_way()
         ends += clock() - waits

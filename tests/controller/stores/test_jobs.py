@@ -7,6 +7,8 @@ import pytest
 from redis import Redis
 
 from services.contract.api.views import StopRequest
+from services.contract.jobs.bounded_json import JUDGED
+from services.contract.jobs.specs import MAX_SPEC_BYTES, JobSpec
 from services.contract.messages.commands import StopGang
 from services.contract.redis import redis_keys as keys
 from services.contract.system import long_work
@@ -28,7 +30,7 @@ from services.controller.domain.job.events import PauseAsked
 from services.controller.ports.jobs import Change, Claim, Place, Stored
 from services.controller.ports.machines import Log
 from tests.controller.histories import NODE, node, placed, play, saved
-from tests.controller.stores.worlds import ACTOR, OutsideRedis, World, job
+from tests.controller.stores.worlds import ACTOR, ASK, OutsideRedis, World, job, plan
 from tests.waiting import Rounds
 
 pytestmark = [pytest.mark.anyio, pytest.mark.redis]
@@ -40,6 +42,18 @@ async def test_a_job_comes_back_as_it_was_kept(world: World) -> None:
     assert [stored.job for stored in await world.ports.jobs.active()] == [kept.job]
     with pytest.raises(NotFoundError):
         await world.ports.jobs.load("job_" + "0" * 26)
+
+
+async def test_a_spec_is_not_judged_again_wherever_its_record_is_read(redis_url: str) -> None:
+    """For one of 64 KiB that would take the loop most of the time that reading it takes."""
+    fields = job().spec.model_dump() | {"plan": {"units": ["x" * MAX_SPEC_BYTES]}}
+    beyond = JobSpec.model_validate(fields, context=JUDGED)
+    async with redis_ports(redis_url) as ports, redis_ports(redis_url) as others:
+        kept = job().model_copy(update={"spec": beyond})
+        await ports.jobs.create(Decision(kept), ACTOR, None)
+        assert (await others.jobs.load(kept.id)).job.spec == beyond
+        await ports.plans.keep(plan().model_copy(update={"spec": beyond}), ASK, None)
+        assert (await others.plans.load(plan().id)).spec == beyond
 
 
 async def test_checkpoints_of_a_job_are_read_by_turns_and_those_that_did_not_change_once(

@@ -12,6 +12,7 @@ from services.contract.messages.probing import ModelProbed, ProbeFailure
 from services.contract.redis import redis_keys as keys
 from services.contract.system import long_work
 from services.contract.words.states import PlanState
+from services.controller.adapters.redis import plans as redis_plans
 from services.controller.adapters.redis import redis_ports
 from services.controller.adapters.redis.connection import Unreadable
 from services.controller.domain.errors import DeposedError, NotFoundError
@@ -20,6 +21,7 @@ from services.controller.domain.plans.plan import Plan, fail
 from services.controller.domain.scheduling.node import Measurement
 from services.controller.ports.jobs import Place
 from services.controller.ports.machines import FactEntry
+from services.controller.ports.plans import ALL_PLANS, AmongPlans
 from services.controller.use_cases.facts import apply_facts
 from services.controller.use_cases.plan_list import PlanFilter, list_plans
 from services.controller.use_cases.plans import Drawing
@@ -49,14 +51,14 @@ async def test_of_an_owners_plans_the_oldest_that_are_made_are_forgotten(
         await plans.keep(each, ASK, None)
     # The first is being made yet, and nobody takes another's place.
     expected = [each.id for each in (*later[::-1], of_sam, first)]
-    assert [each.id for each in await plans.page(None, 9)] == expected
+    assert [each.id for each in (await plans.page(None, 9)).plans] == expected
     with pytest.raises(NotFoundError):
         await plans.load(second.id)
     late = plan(7).model_copy(
         update={"owner": "sue", "created_ms": 1_100_000, "answer_by_ms": 1_160_000}
     )
     await plans.keep(late, ASK, None)
-    assert first.id not in [each.id for each in await plans.page(None, 9)]
+    assert first.id not in [each.id for each in (await plans.page(None, 9)).plans]
 
 
 async def test_of_an_owners_plans_so_many_wait_for_a_node_at_a_time(
@@ -113,14 +115,70 @@ async def test_plans_are_listed_newest_first_page_by_page(world: World) -> None:
     for each in made:
         await plans.keep(each, ASK, None)
     expected = sorted((Place(each.created_ms, each.id) for each in made), reverse=True)
-    seen: list[Place] = []
-    while page := await plans.page(seen[-1] if seen else None, 3):
-        assert len(page) <= 3
-        seen += [Place(each.created_ms, each.id) for each in page]
-    assert seen == expected
+    assert await places_of(world, 3) == expected
+    assert await places_of(world, 1) == expected
     concluded = fail(made[0], "crashed", "it crashed")
     await plans.conclude(concluded)
-    assert (await plans.page(None, 8))[-1] == concluded
+    assert (await plans.page(None, 8)).plans[-1] == concluded
+
+
+async def places_of(world: World, limit: int, among: AmongPlans = ALL_PLANS) -> list[Place]:
+    """All places of plans, page by page."""
+    seen: list[Place] = []
+    place: Place | None = None
+    while True:
+        found, place = await world.ports.plans.page(place, limit, among)
+        assert len(found) <= limit
+        seen += [Place(each.created_ms, each.id) for each in found]
+        if place is None:
+            return seen
+
+
+@pytest.mark.parametrize("among_ms", [1, 100])
+async def test_of_plans_that_are_not_wanted_no_record_is_read(
+    world: World, monkeypatch: pytest.MonkeyPatch, among_ms: int
+) -> None:
+    """A list of the plans of nobody must not cost what all there are would."""
+    monkeypatch.setattr(redis_plans, "_LOOKED_THROUGH", 4)
+    made = [
+        plan(number).model_copy(
+            update={"owner": f"sue-{number % 3}", "created_ms": 1_000_000 + number * among_ms // 9}
+        )
+        for number in range(18)
+    ]
+    for number, each in enumerate(made):
+        await world.ports.plans.keep(each, ASK, None)
+        if number < 12:
+            await world.ports.plans.conclude(fail(each, "crashed", "it crashed"))
+    read = noted_reads(monkeypatch)
+    failed, ready = frozenset({PlanState.FAILED}), frozenset({PlanState.READY})
+    wanted = [
+        *(
+            (AmongPlans(owner="nobody"), set[int]()),
+            (AmongPlans(owner="sue-1"), {*range(1, 18, 3)}),
+        ),
+        *((AmongPlans(failed), {*range(18)}), (AmongPlans(ready), {*range(12, 18)})),
+        (AmongPlans(ready, "sue-2"), {14, 17}),
+    ]
+    for among, numbers in wanted:
+        del read[:]
+        expected = sorted((Place(made[n].created_ms, made[n].id) for n in numbers), reverse=True)
+        assert await places_of(world, 2, among) == expected
+        assert len(read) in {0, len(expected)}  # in memory there is nothing to be read
+
+
+def noted_reads(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The names of the records that are read from now on."""
+    read: list[str] = []
+    forget = Unreadable.forget
+
+    def forgets(self: Unreadable, name: str) -> None:
+        if name.endswith(" doc"):  # a record was read
+            read.append(name)
+        forget(self, name)
+
+    monkeypatch.setattr(Unreadable, "forget", forgets)
+    return read
 
 
 async def test_a_node_is_asked_to_measure_once_until_it_has_told(world: World) -> None:
@@ -235,7 +293,7 @@ async def test_a_failure_is_forgotten_sooner_than_a_profile(redis_url: str) -> N
             assert all(0 < life <= keys.PLAN_TTL_S for life in lives)
             # What the list still has of a plan that is gone is passed over, and goes with the next.
             redis.delete(keys.plan(plan().id))
-            assert await ports.plans.page(None, 10) == []
+            assert (await ports.plans.page(None, 10)).plans == []
             week_ms = keys.PLAN_TTL_S * 1000
             later = plan(1).model_copy(
                 update={
@@ -245,7 +303,7 @@ async def test_a_failure_is_forgotten_sooner_than_a_profile(redis_url: str) -> N
             )
             await ports.plans.keep(later, ASK, None)
             assert redis.zrange(keys.PLANS, 0, -1) == [later.id]
-            assert await ports.plans.page(None, 10) == [later]
+            assert (await ports.plans.page(None, 10)).plans == [later]
             failed = ModelProbed(probe_id=ASK_ID, node_id=NODE, took_s=1, failure=failure)
             for answer, life_s in ((failed, 60), (answer_to(QUESTION), 86_400)):
                 await ports.plans.keep_answer(answer, epoch)
@@ -258,17 +316,9 @@ async def test_a_page_behind_a_plan_reads_the_plans_of_the_page_alone(
     for number in range(9):
         of_its_time = {"created_ms": 1_000_000 + number}
         await world.ports.plans.keep(plan(number).model_copy(update=of_its_time), ASK, None)
-    (newest,) = await world.ports.plans.page(None, 1)
-    read: list[str] = []
-    forget = Unreadable.forget
-
-    def forgets(self: Unreadable, name: str) -> None:
-        if name.endswith(" doc"):  # a record was read
-            read.append(name)
-        forget(self, name)
-
-    monkeypatch.setattr(Unreadable, "forget", forgets)
-    found = await world.ports.plans.page(Place(newest.created_ms, newest.id), 3)
+    (newest,) = (await world.ports.plans.page(None, 1)).plans
+    read = noted_reads(monkeypatch)
+    found, _ = await world.ports.plans.page(Place(newest.created_ms, newest.id), 3)
     assert [each.created_ms for each in found] == [1_000_007, 1_000_006, 1_000_005]
     assert len(read) <= 3  # in memory there is nothing to be read
 

@@ -9,7 +9,7 @@ from services.controller.domain.job.effects import Send
 from services.controller.domain.plans.pace import PACES_KEPT, Pace
 from services.controller.domain.plans.plan import Plan
 from services.controller.ports.jobs import Place
-from services.controller.ports.plans import Asked
+from services.controller.ports.plans import ALL_PLANS, AmongPlans, Asked, PlanPage
 
 
 class MemoryPlans:
@@ -75,16 +75,19 @@ class MemoryPlans:
         """See ``PlanStore.load``."""
         return self._plan(plan_id)
 
-    async def page(self, before: Place | None, limit: int) -> list[Plan]:
+    async def page(
+        self, before: Place | None, limit: int, among: AmongPlans = ALL_PLANS
+    ) -> PlanPage:
         """See ``PlanStore.page``."""
         now_ms = self._server.now_ms()
         by_place = {
             Place(plan.created_ms, plan.id): plan
             for ends_ms, plan in self._server.plans.values()
-            if ends_ms > now_ms
+            if ends_ms > now_ms and among.may_be(plan.state) and among.owner in {None, plan.owner}
         }
         places = sorted((p for p in by_place if before is None or p < before), reverse=True)
-        return [by_place[place] for place in places[:limit]]
+        page = places[:limit]
+        return PlanPage([by_place[p] for p in page], page[-1] if len(places) > limit else None)
 
     async def conclude(self, plan: Plan) -> Plan:
         """See ``PlanStore.conclude``."""

@@ -13,6 +13,7 @@ from typing import Annotated, Final, NamedTuple
 
 from pydantic import Field, TypeAdapter, ValidationError
 
+from services.contract.jobs.bounded_json import JUDGED
 from services.contract.redis import redis_keys as keys
 from services.contract.system.long_work import in_turns
 from services.controller.domain.errors import RecordUnreadableError
@@ -114,7 +115,7 @@ def read_row(row: Row, parsed: Mapping[str, Checkpoint] = MappingProxyType({})) 
             name: parsed.get(name) or Checkpoint.model_validate_json(text)
             for name, text in row.checkpoints.items()
         }
-        job = Job.model_validate_json(row.whole)
+        job = Job.model_validate_json(row.whole, context=JUDGED)
     except ValidationError as error:
         raise RecordUnreadableError(unreadable(row.job_id, "its log says why")) from error
     return Stored(job.model_copy(update={"checkpoints": checkpoints}), version)

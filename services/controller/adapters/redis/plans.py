@@ -9,6 +9,7 @@ from typing import Any, Final
 
 from pydantic import ValidationError
 
+from services.contract.jobs.bounded_json import JUDGED
 from services.contract.messages.commands import COMMAND
 from services.contract.messages.probing import MeasureNode, ModelProbed
 from services.contract.redis import redis_keys as keys
@@ -27,10 +28,11 @@ from services.controller.domain.job.effects import Send
 from services.controller.domain.plans.pace import PACES_KEPT, Pace
 from services.controller.domain.plans.plan import Plan
 from services.controller.ports.jobs import Place
-from services.controller.ports.plans import Asked
+from services.controller.ports.plans import ALL_PLANS, AmongPlans, Asked, PlanPage
 
 _PLAN_ID: Final = re.compile("plan_[0-9a-z]{26}")
 _LOOK_EVERY_S: Final = 0.1
+_LOOKED_THROUGH: Final = 256
 
 _KEEP_PLAN: Final = (
     TAKE_LIST
@@ -168,25 +170,52 @@ class RedisPlans:
             raise no_plan(plan_id)
         return self._plan(plan_id, text)
 
-    async def page(self, before: Place | None, limit: int) -> list[Plan]:
+    async def page(
+        self, before: Place | None, limit: int, among: AmongPlans = ALL_PLANS
+    ) -> PlanPage:
         """See ``PlanStore.page``."""
+        # The place itself may be among those that are asked for.
+        count = _LOOKED_THROUGH if among.states else limit + 1
+        places, behind = await self._places(before, count, among.owner)
+        wanted = await self._that_may_be(among, places) if among.states else places
+        if len(wanted) > limit:
+            wanted, behind = wanted[:limit], wanted[limit - 1]
+        return PlanPage(await self._load([place.id for place in wanted]), behind)
+
+    async def _places(
+        self, before: Place | None, count: int, owner: str | None
+    ) -> tuple[list[Place], Place | None]:
+        """Up to ``count`` places before that one, and from where on there may be more."""
+        name = keys.PLANS if owner is None else keys.plans_of(owner)
         highest = "+inf" if before is None else before.created_ms
-        # The place itself is among them: a second read for the one that is missing would parse twice as many.
-        count = limit if before is None else limit + 1
-        found: list[Plan] = []
         offset = 0
-        while len(found) < limit:
+        while True:
             end_if_told()
-            with self._clients.answering(keys.PLANS):
+            with self._clients.answering(name):
                 rows: Any = await self._clients.reads.zrevrangebyscore(
-                    keys.PLANS, highest, "-inf", start=offset, num=count, withscores=True
+                    name, highest, "-inf", start=offset, num=count, withscores=True
                 )
-            places = [Place(to_ms(score), plan_id) for plan_id, score in rows]
-            found += await self._load([p.id for p in places if before is None or p < before])
-            offset += count
+            found = [Place(to_ms(score), plan_id) for plan_id, score in rows]
+            places = [place for place in found if before is None or place < before]
             if len(rows) < count:
-                break
-        return found[:limit]
+                return places, None
+            if places:  # else as many were made in that same millisecond
+                return places, places[-1]
+            offset += count
+
+    async def _that_may_be(self, among: AmongPlans, places: Sequence[Place]) -> list[Place]:
+        """Those whose records need to be read: to read one with a large spec takes a hundred times as long."""
+        with answering():
+            async with self._clients.reads.pipeline(transaction=False) as pipe:
+                for place in places:
+                    pipe.hget(keys.plan(place.id), "state")
+                states = await pipe.execute(raise_on_error=False)
+        # What has another type is named as such where it is read.
+        return [
+            place
+            for place, state in zip(places, states, strict=True)
+            if state is not None and (not isinstance(state, str) or among.may_be(state))
+        ]
 
     async def _load(self, plan_ids: list[str]) -> list[Plan]:
         """Those that are there and make sense here."""
@@ -214,7 +243,7 @@ class RedisPlans:
     def _plan(self, plan_id: str, text: str) -> Plan:
         name = f"{keys.plan(plan_id)} doc"
         try:
-            plan = Plan.model_validate_json(text)
+            plan = Plan.model_validate_json(text, context=JUDGED)
         except ValidationError as error:
             self._clients.unreadable.note(name, hash(text), error)
             raise RecordUnreadableError(
