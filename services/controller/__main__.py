@@ -170,7 +170,11 @@ async def serve(
             telemetry_url=settings.telemetry_redis_address,
             telemetry_kept_s=kept_s,
             telemetry_secret=settings.secret_of_telemetry,
-            quota=Quota(settings.max_unfinished_jobs, settings.max_jobs),
+            quota=Quota(
+                settings.max_unfinished_jobs,
+                settings.max_jobs,
+                settings.max_unfinished_spec_bytes,
+            ),
         ) as bare_ports,
         HttpWebhooks(settings.webhook_hosts) as webhooks,
         contextlib.AsyncExitStack() as ends,

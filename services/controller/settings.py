@@ -17,7 +17,7 @@ from services.contract.jobs.code_archives import (
     MOST_CODE_MIB,
 )
 from services.contract.jobs.entry_points import EntryPoints, entry_points
-from services.contract.jobs.specs import HIGHEST_PRIORITY
+from services.contract.jobs.specs import HIGHEST_PRIORITY, MAX_SPEC_BYTES
 from services.contract.redis.redis_settings import RedisSettings
 from services.contract.storage.storage_address import BucketAddress, storage_address
 from services.contract.system.secret_files import with_secret_files
@@ -109,6 +109,12 @@ class Settings(RedisSettings):
         ge=1,
         le=1_000_000,
         description="Jobs that have not ended, for each owner; a further one gets 409.",
+    )
+    max_unfinished_spec_bytes: int = Field(
+        default=16 << 20,
+        ge=MAX_SPEC_BYTES,
+        le=1 << 40,
+        description="Bytes of the specs of all jobs that have not ended, for each owner; a job that exceeds them gets 409. The controller may need thirty times as much memory.",
     )
     max_jobs: int = Field(
         default=50_000,

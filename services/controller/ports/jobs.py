@@ -67,19 +67,26 @@ class EventRecord(Record):
 
 @dataclass(frozen=True)
 class Quota:
-    """How many jobs one owner may have: that have not ended, and in all."""
+    """How many jobs one owner may have: that have not ended, and in all.
+
+    ``spec_bytes``: so large may the specs of those that have not ended be together, in their records. A controller
+    has them in memory, where those that consist of many small lists take thirty times as much.
+    """
 
     not_ended: int = 2_000
     kept: int = 50_000
+    spec_bytes: int = 16 << 20
 
-    def exceeded_by(self, not_ended: int, kept: int = 0) -> str:
-        """Which of the two a further job would exceed; an empty text: none."""
+    def exceeded_by(self, not_ended: int, kept: int = 0, spec_bytes: int = 0) -> str:
+        """Which of them a further job would exceed, ``spec_bytes`` with its own; an empty text: none."""
         if not_ended >= self.not_ended:
             return "not_ended"
-        return "kept" if kept >= self.kept else ""
+        if kept >= self.kept:
+            return "kept"
+        return "spec_bytes" if spec_bytes > self.spec_bytes else ""
 
     def refuse(self, exceeded: str, owner: str) -> None:
-        """Refuse a further job of ``owner`` where it would exceed one of the two.
+        """Refuse a further job of ``owner`` where it would exceed one of them.
 
         Raises:
             TooManyJobsError: It would.
@@ -93,6 +100,12 @@ class Quota:
             raise TooManyJobsError(
                 f"{owner} has {self.kept} jobs, the most that are kept: delete some that have ended "
                 "(DELETE /v1/jobs/{id}; MESHLOOM_MAX_JOBS of the controller)"
+            )
+        if exceeded == "spec_bytes":
+            raise TooManyJobsError(
+                f"with this one the specs of {owner}'s jobs that have not ended would have more than "
+                f"{self.spec_bytes} bytes, the most allowed: have long values read from files, or wait until some "
+                "jobs end (MESHLOOM_MAX_UNFINISHED_SPEC_BYTES of the controller)"
             )
 
 

@@ -12,15 +12,18 @@ from services.controller.domain.errors import TooManyJobsError
 from services.controller.domain.job.effects import Decision
 from services.controller.domain.job.job import Job
 from services.controller.ports.coordination import Ports
-from services.controller.ports.jobs import Change, Claim, Quota, Stored
+from services.controller.ports.jobs import Change, Claim, JobStore, Quota, Stored
+from tests.controller.histories import spec
 from tests.controller.stores.worlds import ACTOR, World, job, with_quota
+
+LARGE = spec(model={"factory": "m:n", "args": {"text": "x" * 60_000}})
 
 pytestmark = [pytest.mark.anyio, pytest.mark.redis]
 
 
 @pytest.fixture(params=["memory", "redis"])
 async def of_three(request: pytest.FixtureRequest) -> AsyncIterator[Ports]:
-    async for ports in with_quota(request, Quota(not_ended=3, kept=5)):
+    async for ports in with_quota(request.param, request, Quota(not_ended=3, kept=5)):
         yield ports
 
 
@@ -56,6 +59,25 @@ async def test_jobs_that_have_ended_go_on_only_as_far_as_their_owner_may_have_mo
     resumed = [Change(one, Decision(queued(one.job)), ACTOR) for one in over]
     first, second = await asyncio.gather(*map(store.commit, resumed), return_exceptions=True)
     assert sorted([type(first), type(second)], key=str) == [TooManyJobsError, Stored]
+
+
+@pytest.mark.parametrize("resident", ["memory", "redis"])
+async def test_specs_of_an_owners_jobs_that_have_not_ended_are_no_larger_together_than_the_bound(
+    request: pytest.FixtureRequest, resident: str
+) -> None:
+    """The controller has them in memory: two thousand of 64 KiB in small lists would take three gigabytes."""
+    async for ports in with_quota(resident, request, Quota(spec_bytes=200_000)):
+        store = ports.jobs
+        first, *_ = [await made(store, number) for number in range(3)]
+        with pytest.raises(TooManyJobsError, match="more than 200000 bytes"):
+            await made(store, 3)
+        small = job(4).model_copy(update={"owner": "sue"})
+        await store.create(first_decision(small), ACTOR, None)
+        await made(store, 5, "sam")
+        over = await store.commit(Change(first, Decision(ended(first.job)), ACTOR))
+        await made(store, 6)
+        with pytest.raises(TooManyJobsError, match="wait until some jobs end"):
+            await store.commit(Change(over, Decision(queued(over.job)), ACTOR))
 
 
 async def test_an_owner_has_a_bound_of_jobs_that_have_ended_too(of_three: Ports) -> None:
@@ -100,3 +122,9 @@ async def test_the_newest_claims_of_a_subject_are_kept_and_those_of_others(
 
 def queued(before: Job) -> Job:
     return before.model_copy(update={"state": JobState.QUEUED})
+
+
+async def made(store: JobStore, number: int, owner: str = "sue") -> Stored:
+    """A job with a large spec."""
+    one = job(number).model_copy(update={"owner": owner, "spec": LARGE})
+    return await store.create(first_decision(one), ACTOR, None)

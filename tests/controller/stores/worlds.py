@@ -123,8 +123,10 @@ def job(created_ms: int = 5, name: str = "job") -> Job:
     )
 
 
-async def with_quota(request: pytest.FixtureRequest, quota: Quota) -> AsyncIterator[Ports]:
-    if request.param == "memory":
+async def with_quota(
+    resident: str, request: pytest.FixtureRequest, quota: Quota
+) -> AsyncIterator[Ports]:
+    if resident == "memory":
         yield memory_ports(MemoryServer(now_ms=lambda: 1), quota)
         return
     async with redis_ports(request.getfixturevalue("redis_url"), quota=quota) as ports:

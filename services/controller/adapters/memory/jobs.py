@@ -39,8 +39,8 @@ class MemoryJobs:
             earlier = await self.claimed(claim)
             if earlier is not None:
                 return earlier
-        kept, not_ended = self._jobs_of(decision.job.owner)
-        self._quota.refuse(self._quota.exceeded_by(not_ended, kept), decision.job.owner)
+        kept, not_ended, spec_bytes = self._jobs_of(decision.job)
+        self._quota.refuse(self._quota.exceeded_by(not_ended, kept, spec_bytes), decision.job.owner)
         stored = Stored(decision.job, 1)
         self._server.jobs[decision.job.id] = stored
         if claim is not None:
@@ -90,8 +90,8 @@ class MemoryJobs:
         if known.version != change.before.version or known.job.fence > job.fence:
             raise StaleWriteError(f"job {job.id} changed meanwhile")
         if change.begins_again:
-            _, not_ended = self._jobs_of(job.owner)
-            self._quota.refuse(self._quota.exceeded_by(not_ended), job.owner)
+            _, not_ended, spec_bytes = self._jobs_of(known.job)
+            self._quota.refuse(self._quota.exceeded_by(not_ended, spec_bytes=spec_bytes), job.owner)
         if change.deletes is not None:
             await self.delete(change.deletes)
         stored = Stored(job, known.version + 1)
@@ -101,10 +101,11 @@ class MemoryJobs:
         await self._server.wake()
         return stored
 
-    def _jobs_of(self, owner: str) -> tuple[int, int]:
-        """How many there are, and how many of them have not ended."""
-        jobs = [s.job for s in self._server.jobs.values() if s.job.owner == owner]
-        return len(jobs), sum(not job.is_terminal for job in jobs)
+    def _jobs_of(self, further: Job) -> tuple[int, int, int]:
+        """How many its owner has, how many of them have not ended, and the bytes of their specs with its own."""
+        jobs = [s.job for s in self._server.jobs.values() if s.job.owner == further.owner]
+        not_ended = [job for job in jobs if not job.is_terminal]
+        return len(jobs), len(not_ended), sum(map(_spec_bytes, [*not_ended, further]))
 
     async def send(self, sends: tuple[Send, ...], epoch: int) -> None:
         """See ``JobStore.send``."""
@@ -178,3 +179,7 @@ class MemoryJobs:
             ]
         for entry in map(self._server.entry, (record.model_dump_json() for record in events)):
             self._server.feed.append(FeedEntry(entry.id, entry.body, job.id))
+
+
+def _spec_bytes(job: Job) -> int:
+    return len(job.model_dump_json(include={"spec", "asked"}).encode())

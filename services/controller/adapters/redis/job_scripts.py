@@ -64,6 +64,21 @@ local function is_full(index, most)
   local count = redis.pcall('ZCARD', index)
   return type(count) == 'number' and count >= tonumber(most)
 end
+
+-- Records that are whole are those of jobs that have not been decided about yet.
+local function spec_bytes(job)
+  local part = redis.pcall('HSTRLEN', job, 'spec')
+  if part == 0 then part = redis.pcall('HSTRLEN', job, 'doc') end
+  return type(part) == 'number' and part or 0
+end
+
+local function are_too_large(index, records, bytes, most)
+  if most == '' then return false end
+  local ids = redis.pcall('ZRANGE', index, 0, -1)
+  if ids['err'] then return false end
+  for _, id in ipairs(ids) do bytes = bytes + spec_bytes(records .. id) end
+  return bytes > tonumber(most)
+end
 """
 
 
@@ -88,7 +103,7 @@ local created, summary, listed = take(), take(), take()
 local split_mark, parts = take(), take_list()
 local first_inbox = tonumber(take())
 local doomed, doomed_id, doomed_version = tonumber(take()), take(), take()
-local not_ended, most_not_ended = take(), take()
+local not_ended, most_not_ended, records, most_spec_bytes = take(), take(), take(), take()
 if deposed(KEYS[3], epoch) then return {'deposed', '0'} end
 local types = {'hash', 'set', 'string', 'stream', 'hash', 'stream'}
 if doomed > 0 then
@@ -104,6 +119,7 @@ if not known[1] then return {'gone', '0'} end
 if not tonumber(known[2]) then return {'mistyped', KEYS[1]} end
 if known[1] ~= expected or tonumber(known[2]) > tonumber(fence) then return {'stale', known[1]} end
 if is_full(not_ended, most_not_ended) then return {'not_ended', most_not_ended} end
+if are_too_large(not_ended, records, spec_bytes(KEYS[1]), most_spec_bytes) then return {'spec_bytes', most_spec_bytes} end
 -- Parts that did not change are not in the script: they must be there.
 if string.sub(redis.call('HGET', KEYS[1], 'doc') or '', 1, #split_mark) ~= split_mark then
   return {'whole', '0'}
@@ -163,13 +179,14 @@ if other then return {'mistyped', other} end
 local id, wake, field, doc, state, created = take(), take(), take(), take(), take(), take()
 local summary, listed = take(), take()
 local digest, ttl = take(), take()
-local most_not_ended, most_kept, most_claims = take(), take(), take()
+local most_not_ended, most_kept, records, most_spec_bytes, most_claims = take(), take(), take(), take(), take()
 if digest ~= '' then
   local claimed = redis.call('GET', KEYS[5])
   if claimed then return {'claimed', claimed} end
 end
 if is_full(KEYS[9], most_not_ended) then return {'not_ended', most_not_ended} end
 if is_full(KEYS[10], most_kept) then return {'kept', most_kept} end
+if are_too_large(KEYS[9], records, #doc, most_spec_bytes) then return {'spec_bytes', most_spec_bytes} end
 if digest ~= '' then
   redis.call('SET', KEYS[5], digest .. ' ' .. doc, 'EX', ttl)
   redis.call('ZADD', KEYS[11], created, KEYS[5])
