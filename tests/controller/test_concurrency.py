@@ -33,7 +33,7 @@ from services.controller.domain.errors import (
 )
 from services.controller.ports.jobs import JobStore, Stored
 from services.controller.use_cases import listing, plan_list
-from tests.controller.conftest import ControlPlane
+from tests.controller.conftest import ControlPlane, open_plane
 from tests.controller.histories import NOW, new_job
 from tests.controller.test_plan_api import body, join
 from tests.waiting import Rounds
@@ -138,14 +138,15 @@ def test_who_looks_through_many_jobs_gives_way_after_each_part(
 
 @pytest.mark.redis
 def test_who_looks_through_many_plans_gives_way_after_each_part(
-    plane: ControlPlane, monkeypatch: pytest.MonkeyPatch
+    redis_url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    join(plane)
-    for number in range(3):
-        assert plane.client.post("/v1/plans", json=body(name=f"plan-{number}")).is_success
     monkeypatch.setattr(plan_list, "_CHUNK", 1)
-    with _given_ways(monkeypatch) as given:
-        plane.get("/v1/plans")
+    with open_plane(redis_url, AccessPolicy(), plan_wait_s=0) as plane:
+        join(plane)
+        for number in range(3):
+            assert plane.client.post("/v1/plans", json=body(name=f"plan-{number}")).is_success
+        with _given_ways(monkeypatch) as given:
+            plane.get("/v1/plans")
     assert len(given) == 3
 
 
