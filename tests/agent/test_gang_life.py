@@ -220,15 +220,52 @@ def test_a_checkpoint_is_taken_and_the_gang_goes_on(controller: Controller) -> N
 
 
 @pytest.mark.usefixtures("agent")
-def test_a_repeated_launch_starts_nothing_and_tells_the_end_again(controller: Controller) -> None:
+def test_a_repeated_launch_starts_nothing_and_is_answered_again(controller: Controller) -> None:
+    """Else a job whose answer Redis lost would wait for it while it trains."""
     command = launch(steps=300, pause_s=0.001)
     controller.send(command, command)
     end = ended(controller)
-    assert len(controller.all_of(GangLaunched)) == 1
+    first, again = controller.all_of(GangLaunched)
+    assert again == first
     controller.send(command)
     until(lambda: len(controller.all_of(GangEnded)) == 2)
     assert controller.all_of(GangEnded) == [end, end]
     assert len(controller.steps()) == 300
+
+
+@pytest.mark.usefixtures("agent")
+def test_a_gang_that_trains_says_so_again_when_its_launch_is_repeated(
+    controller: Controller,
+) -> None:
+    running(controller)
+    controller.send(launch(1, 2, FOREVER, pause_s=0.01))
+    kinds = until(
+        lambda: told if (told := kinds_told(controller)).count("gang_launched") == 2 else []
+    )
+    behind = len(kinds) - kinds[::-1].index("gang_launched")
+    until(lambda: "gang_progressed" in kinds_told(controller)[behind:])
+
+
+def kinds_told(controller: Controller) -> list[str]:
+    return [fact.kind for fact in controller.facts()]
+
+
+@pytest.mark.usefixtures("agent")
+@pytest.mark.parametrize("changed", ["spec", "plan", "resume_from"])
+def test_ranks_of_another_attempt_whose_number_is_given_again_are_not_taken_for_it(
+    controller: Controller, changed: str
+) -> None:
+    """Redis is back with an older copy, and the job was changed since: what they train is not what is asked for."""
+    running(controller)
+    command = launch(1, 2, FOREVER, pause_s=0.01)
+    others = {
+        "spec": launch(1, 2, FOREVER, pause_s=0.02).spec,
+        "plan": launch(1, 1).plan,
+        "resume_from": checkpoint_id(JOB, 20, 1),
+    }
+    controller.send(command.model_copy(update={changed: others[changed]}))
+    assert {gone.signal for gone in ended(controller).exits} == {signal.SIGKILL}
+    assert len(controller.all_of(GangLaunched)) == 1
 
 
 @pytest.mark.usefixtures("agent")

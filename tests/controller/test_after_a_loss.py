@@ -5,7 +5,7 @@ from collections.abc import Awaitable, Callable
 
 import pytest
 
-from services.contract.messages.commands import PurgeJob, StopGang
+from services.contract.messages.commands import LaunchGang, PurgeJob, StopGang
 from services.contract.messages.facts import (
     AGENT_DIED,
     OLDER_COPY,
@@ -325,6 +325,30 @@ def test_a_join_that_comes_twice_says_nothing_of_a_gang_launched_behind_it() -> 
         assert (await leader.job(job.id)).state is JobState.STARTING
 
     play(course)
+
+
+def test_a_node_with_ranks_of_whose_launch_redis_lost_the_answer_is_asked_for_it_again() -> None:
+    """Their job would be PLACING for as long as they commit: what is overdue is counted from the last command."""
+
+    async def course(leader: Leader) -> None:
+        job = new_job()
+        await leader.hear(joined(NODE))
+        await leader.ports.jobs.create(first_decision(job), ADA, None)
+        await leader.happen(job, placed(job))
+        (asked,) = launches(leader)
+        await leader.hear(joined(NODE, number=2))
+        assert launches(leader) == [asked]
+        await leader.hear(joined(NODE, gang(job, 0, 1), number=3))
+        assert launches(leader) == [asked, asked]
+        await leader.hear(launched(job), joined(NODE, gang(job, 0, 1), number=4))
+        assert launches(leader) == [asked, asked]
+        assert (await leader.job(job.id)).state is JobState.STARTING
+
+    play(course)
+
+
+def launches(leader: Leader) -> list[LaunchGang]:
+    return [sent for sent in leader.server.commands(NODE) if isinstance(sent, LaunchGang)]
 
 
 def test_the_end_of_an_earlier_attempt_of_the_same_number_costs_no_restart() -> None:

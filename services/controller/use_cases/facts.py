@@ -34,7 +34,7 @@ from services.controller.domain.decisions.purge import is_purged
 from services.controller.domain.decisions.recovery import awaits_adoption
 from services.controller.domain.errors import NotFoundError, RecordUnreadableError
 from services.controller.domain.job.effects import Send
-from services.controller.domain.job.events import GangFact, NodeLost
+from services.controller.domain.job.events import AnswerOverdue, GangFact, NodeLost
 from services.controller.domain.job.job import Job
 from services.controller.domain.scheduling import node as nodes
 from services.controller.domain.scheduling.node import Node
@@ -264,6 +264,7 @@ async def _take_in(ports: Ports, joins: Sequence[tuple[NodeJoined, str]], epoch:
         reason = f"the agent of {node.id} was restarted"
         await _lose_gangs(ports, node, active.get(node.id, ()), reason, epoch)
         await _kill_orphans(ports, fact, active.get(node.id, ()), epoch)
+        await _ask_again(ports, fact, active.get(node.id, ()), epoch)
 
 
 async def _remember(
@@ -382,3 +383,18 @@ async def _kill_orphans(ports: Ports, fact: NodeJoined, active: Sequence[Job], e
             _log.warning("orphan_gang", node_id=fact.node_id, job_id=gang.job_id, fence=gang.fence)
             kill = StopGang(job_id=gang.job_id, fence=gang.fence, mode="kill")
             await ports.jobs.send((Send(fact.node_id, kill),), epoch)
+
+
+async def _ask_again(ports: Ports, fact: NodeJoined, active: Sequence[Job], epoch: int) -> None:
+    """Whether gangs that live on the node are those that it was to launch: an older copy of Redis lost its answer.
+
+    That would be asked for long after the last command, and of ranks that commit there is one for each checkpoint.
+    """
+    running = {(gang.job_id, gang.fence) for gang in fact.gangs}
+    for job in active:
+        attempt = job.attempt
+        if attempt is None or fact.node_id in attempt.launched:
+            continue
+        if (job.id, attempt.fence) in running:
+            again = Occurrence(AnswerOverdue(), await ports.clock.now_ms())
+            await apply_events(ports, job.id, [again], Actor("controller"), epoch)

@@ -34,7 +34,6 @@ from services.contract.messages.facts import (
     OLDER_COPY,
     Fact,
     GangEnded,
-    GangLaunched,
     LaunchLoads,
     LaunchRefused,
     RunningGang,
@@ -57,6 +56,7 @@ from services.worker.agent.gangs.events import (
     Condemned,
     DiagnosisAsked,
     Event,
+    LaunchAsked,
     ReplicasSet,
     StopAsked,
     TraceAsked,
@@ -359,6 +359,7 @@ class Supervisor:
         key = (command.job_id, command.fence)
         self.telemetry_names.learn(command.job_id, command.telemetry_name)
         if key in self._gangs:
+            self._asked_again(self._gangs[key], command)
             return
         folder = self._folder.attempt(*key)
         ended = self._ended(key)
@@ -394,20 +395,23 @@ class Supervisor:
         self._empty.clear()
         self._stirred.set()
         self.urgent.set()
-        self._tell(
-            GangLaunched(
-                job_id=command.job_id,
-                fence=command.fence,
-                node_id=self._node_id,
-                pids=crew.pids,
-                store=crew.store,
-                addresses=crew.addresses,
-            )
-        )
+        self._tell(gang.launched)
         gang.connect()
         for pid in crew.pids.values():
             if pid in self._early:
                 self._reaped(self._early.pop(pid))
+
+    def _asked_again(self, gang: GangRuntime, command: LaunchGang) -> None:
+        """What it said did not arrive, or Redis is back with an older copy and gives its number again."""
+        if gang.living is None:
+            return  # its end is told once all that its ranks said is written
+        if gang.is_of(command):
+            self._tell(gang.launched)
+            gang.happen(LaunchAsked())
+            return
+        # The controller learns from its end that this number is taken, and gives the next one.
+        _log.warning("number_given_again", job=command.job_id, fence=command.fence)
+        gang.happen(Condemned(OLDER_COPY))
 
     async def _load(self, command: LoadCheckpoint) -> None:
         key = (command.job_id, command.fence)

@@ -42,6 +42,7 @@ from services.worker.agent.gangs.events import (
     Exited,
     Instruct,
     Kill,
+    LaunchAsked,
     LookedAt,
     LookedInto,
     LookInto,
@@ -107,7 +108,7 @@ def decide(state: GangState, event: Event, now: float) -> Decision:
 
 def _asked(
     state: GangState,
-    event: StopAsked | CheckpointAsked | TraceAsked | Condemned | DiagnosisAsked,
+    event: StopAsked | CheckpointAsked | TraceAsked | LaunchAsked | Condemned | DiagnosisAsked,
     now: float,
 ) -> Decision:
     match event:
@@ -121,6 +122,8 @@ def _asked(
             decided = state, (Instruct(asked[:1], order),)
         case TraceAsked(command=command):
             decided = _trace(state, command)
+        case LaunchAsked():
+            decided = _ready(state)
         case Condemned(reason=reason):
             decided = _kill_all(replace(state, stopped=state.stopped or reason))
         case _:  # DiagnosisAsked

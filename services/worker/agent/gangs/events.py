@@ -98,6 +98,11 @@ class TraceAsked:
 
 
 @dataclass(frozen=True)
+class LaunchAsked:
+    """The controller wants what was launched to be launched: it does not know how far it is."""
+
+
+@dataclass(frozen=True)
 class Condemned:
     """The gang must not live on: its attempt is fenced, or the agent stops."""
 
@@ -163,6 +168,7 @@ Event = (
     | CheckpointAsked
     | TraceAsked
     | Condemned
+    | LaunchAsked
     | ReplicasSet
     | ReplicaLaunched
     | DiagnosisAsked

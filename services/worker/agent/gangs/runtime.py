@@ -14,9 +14,11 @@ from typing import Final
 
 import structlog
 
+from services.contract.messages.commands import LaunchGang
 from services.contract.messages.facts import (
     Fact,
     GangEnded,
+    GangLaunched,
     RankExit,
     ReplicaLost,
     RunningGang,
@@ -108,7 +110,16 @@ class GangRuntime:
         self.job_id = seat.job_id
         self.fence = seat.fence
         self.code = seat.spec.code
+        self.launched = GangLaunched(
+            job_id=seat.job_id,
+            fence=seat.fence,
+            node_id=node_id,
+            pids=crew.pids,
+            store=crew.store,
+            addresses=crew.addresses,
+        )
         self.fenced = False
+        self._asked = seat.spec, seat.plan, seat.resume_from
         self._node_id = node_id
         self._folder = folder
         self._tell = tell
@@ -147,6 +158,12 @@ class GangRuntime:
         self._reaped: dict[int, tuple[int | None, int | None]] = {}
         self._marks: dict[int, Mark] = {}
         self._cut_links = CutLinks()
+
+    def is_of(self, command: LaunchGang) -> bool:
+        """Whether its ranks do what this command asks for."""
+        asked = command.spec, command.plan, command.resume_from
+        # As text: a spec may hold a number that equals nothing.
+        return repr(asked) == repr(self._asked)
 
     def has(self, pid: int) -> bool:
         """Whether a rank that is not reaped yet has this process id."""
