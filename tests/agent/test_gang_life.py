@@ -8,6 +8,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from services.contract.api.requests import JobPatch
 from services.contract.messages.commands import RetireCheckpoint, StopGang, TakeCheckpoint
 from services.contract.messages.facts import (
     OLDER_COPY,
@@ -24,6 +25,7 @@ from services.contract.redis import redis_keys
 from services.contract.storage.commit_chain import CommitChain
 from services.contract.storage.manifests import AttemptOpened
 from services.contract.words.ids import checkpoint_id, new_job_id
+from services.controller.domain.decisions.patch import with_patch
 from tests.agent.conftest import (
     FOREVER,
     JOB,
@@ -68,7 +70,6 @@ def test_a_gang_ends_while_much_waits_for_a_bucket_that_does_not_answer(
         controller.open_job()
         start_agent(**server.environment, MESHLOOM_CHECKPOINT_ROOT=f"s3://{BUCKET}/silent")
         controller.fact(NodeJoined)
-        controller.send(launch(steps=FOREVER))
         running(controller)
         server.freeze()
         others = [new_job_id(1_700_000_000_000, bytes([n] * 10)) for n in range(1, 65)]
@@ -238,12 +239,23 @@ def test_a_gang_that_trains_says_so_again_when_its_launch_is_repeated(
     controller: Controller,
 ) -> None:
     running(controller)
-    controller.send(launch(1, 2, FOREVER, pause_s=0.01))
+    command = launch(1, 2, FOREVER, pause_s=0.01)
+    patch = JobPatch.model_validate(PATCH).model_dump(mode="json", exclude_unset=True)
+    controller.send(command.model_copy(update={"spec": with_patch(command.spec, patch)}))
     kinds = until(
         lambda: told if (told := kinds_told(controller)).count("gang_launched") == 2 else []
     )
     behind = len(kinds) - kinds[::-1].index("gang_launched")
     until(lambda: "gang_progressed" in kinds_told(controller)[behind:])
+
+
+# All that a person may change of a job that is not elastic.
+PATCH = {
+    "priority": 5,
+    "labels": {"team": "a"},
+    "checkpoint": {"keep_last": 7, "keep_best": {"metric": "loss"}},
+    "faults": {"max_restarts": 9},
+}
 
 
 def kinds_told(controller: Controller) -> list[str]:

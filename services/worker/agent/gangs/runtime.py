@@ -14,6 +14,8 @@ from typing import Final
 
 import structlog
 
+from services.contract.jobs.plans import GangPlan
+from services.contract.jobs.specs import JobSpec
 from services.contract.messages.commands import LaunchGang
 from services.contract.messages.facts import (
     Fact,
@@ -84,6 +86,14 @@ _REAPED_WITHIN_S: Final = 1.0
 _HELD_LOOKS: Final = 120
 _FOUND_BYTES: Final = 3 << 20  # of a fact; one that is too long is not taken
 _SIGKILL: Final = int(signal.SIGKILL)
+# What may be changed of a spec after the job was submitted: ranks that live go on as they are.
+_PATCHED: Final[Mapping[str, bool | set[str]]] = {
+    "priority": True,
+    "labels": True,
+    "checkpoint": {"keep_last", "keep_best"},
+    "faults": {"max_restarts"},
+    "resources": {"world"},
+}
 _log = structlog.get_logger()
 
 
@@ -160,10 +170,9 @@ class GangRuntime:
         self._cut_links = CutLinks()
 
     def is_of(self, command: LaunchGang) -> bool:
-        """Whether its ranks do what this command asks for."""
+        """Whether its ranks do what this command asks for; what a patch changes is not for them."""
         asked = command.spec, command.plan, command.resume_from
-        # As text: a spec may hold a number that equals nothing.
-        return repr(asked) == repr(self._asked)
+        return _as_text(*asked) == _as_text(*self._asked)
 
     def has(self, pid: int) -> bool:
         """Whether a rank that is not reaped yet has this process id."""
@@ -537,3 +546,8 @@ def _run(work: Coroutine[None, None, None], among: set[asyncio.Task[None]]) -> N
     task = asyncio.create_task(work)
     among.add(task)
     task.add_done_callback(among.discard)
+
+
+def _as_text(spec: JobSpec, plan: GangPlan, resume_from: str | None) -> str:
+    # A spec may hold a number that equals nothing, not even itself.
+    return repr((spec.model_dump(exclude=dict(_PATCHED)), plan, resume_from))
