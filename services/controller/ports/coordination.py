@@ -5,9 +5,11 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field
 from typing import Protocol
+from weakref import WeakValueDictionary
 
 from pydantic import ValidationError
 
+from services.contract.system.long_work import Turns
 from services.controller.domain.scheduling.reservations import PoolLimits
 from services.controller.domain.scheduling.survey import Survey
 from services.controller.ports.access import AuditLog, TokenStore
@@ -60,6 +62,21 @@ class Surveyed:
     lock: asyncio.Lock = field(default_factory=asyncio.Lock)
 
 
+class Changes:
+    """Lets one change of a job be made at a time in this process, those of one actor after another's.
+
+    All compare versions. Of many at once one wins each time, and the leader's, with which other jobs' facts wait,
+    could be among those that lose until they give up.
+    """
+
+    def __init__(self) -> None:
+        self._turns: WeakValueDictionary[str, Turns] = WeakValueDictionary()
+
+    def of(self, job_id: str, actor: str) -> AbstractAsyncContextManager[None]:
+        """Within, nobody else in this process changes that job."""
+        return self._turns.setdefault(job_id, Turns()).of(actor)
+
+
 @dataclass(frozen=True)
 class Ports:
     """Everything that the controller needs of the world.
@@ -67,7 +84,7 @@ class Ports:
     ``pools``: in the order in which they are asked for nodes.
     ``unreadable`` names the records that were met and cannot be read by this version;
     ``note_unreadable`` adds some that were met above the ports, by the name of what they are of.
-    ``surveyed`` is no part of the world: what was worked out of it, for all who ask next.
+    ``surveyed`` is no part of the world: what was worked out of it, for all who ask next. Nor is ``changes``.
     """
 
     jobs: JobStore
@@ -89,3 +106,4 @@ class Ports:
     unreadable: Callable[[], Sequence[str]] = tuple
     note_unreadable: Callable[[str, ValidationError], None] = lambda _name, _error: None
     surveyed: Surveyed = field(default_factory=Surveyed)
+    changes: Changes = field(default_factory=Changes)

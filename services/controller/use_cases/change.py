@@ -1,4 +1,4 @@
-"""Read, decide, commit; again if somebody was faster."""
+"""Read, decide, commit; again if another controller was faster."""
 
 from collections.abc import Sequence
 from typing import Final
@@ -39,24 +39,25 @@ async def apply_events(
 
     Raises:
         NotFoundError: There is no such job.
-        StaleWriteError: Others were faster each time.
+        StaleWriteError: Another controller was faster each time.
         DeposedError: ``epoch`` is over.
         StateConflictError, InvalidRequestError: A request cannot be fulfilled.
     """
-    for _ in range(_TRIES):
-        stored = await ports.jobs.load(job_id)
-        decision = decide_all(stored.job, occurrences)
-        change = Change(stored, decision, actor, tuple(map(entry, occurrences)), deletes)
-        if change.is_empty:
-            if deletes is not None:
-                await ports.jobs.delete(deletes)
-            return stored
-        try:
-            return await ports.jobs.commit(change, epoch)
-        except StaleWriteError:
-            _log.debug("stale_write", job_id=job_id)
-            if deletes is not None and await _has_changed(ports, deletes):
-                raise
+    async with ports.changes.of(job_id, actor.name):
+        for _ in range(_TRIES):
+            stored = await ports.jobs.load(job_id)
+            decision = decide_all(stored.job, occurrences)
+            change = Change(stored, decision, actor, tuple(map(entry, occurrences)), deletes)
+            if change.is_empty:
+                if deletes is not None:
+                    await ports.jobs.delete(deletes)
+                return stored
+            try:
+                return await ports.jobs.commit(change, epoch)
+            except StaleWriteError:
+                _log.debug("stale_write", job_id=job_id)
+                if deletes is not None and await _has_changed(ports, deletes):
+                    raise
     raise StaleWriteError(f"job {job_id} changes too fast; try again")
 
 

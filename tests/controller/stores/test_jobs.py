@@ -6,6 +6,7 @@ import json
 import pytest
 from redis import Redis
 
+from services.contract.api.requests import JobPatch
 from services.contract.api.views import StopRequest
 from services.contract.jobs.bounded_json import JUDGED
 from services.contract.jobs.specs import MAX_SPEC_BYTES, JobSpec
@@ -15,7 +16,9 @@ from services.contract.system import long_work
 from services.contract.words.ids import checkpoint_id
 from services.contract.words.states import JobState
 from services.controller.adapters.redis import redis_ports
+from services.controller.adapters.redis.jobs import RedisJobs
 from services.controller.domain.decisions.dispatch import first_decision
+from services.controller.domain.decisions.history import Occurrence
 from services.controller.domain.errors import (
     CursorExpiredError,
     DeposedError,
@@ -26,9 +29,10 @@ from services.controller.domain.errors import (
 )
 from services.controller.domain.job.checkpoint import begin
 from services.controller.domain.job.effects import Decision, Send
-from services.controller.domain.job.events import PauseAsked
-from services.controller.ports.jobs import Change, Claim, Place, Stored
+from services.controller.domain.job.events import PatchAsked, PauseAsked
+from services.controller.ports.jobs import Actor, Change, Claim, Place, Stored
 from services.controller.ports.machines import Log
+from services.controller.use_cases.change import apply_events
 from tests.controller.histories import NODE, node, placed, play, saved
 from tests.controller.stores.worlds import ACTOR, ASK, OutsideRedis, World, job, plan
 from tests.waiting import Rounds
@@ -176,6 +180,33 @@ async def test_a_stale_writer_writes_nothing(world: World) -> None:
     with pytest.raises(StaleWriteError):
         await world.ports.jobs.commit(Change(before, decision, ACTOR))
     assert len(world.outside.inbox(NODE)) == 1
+
+
+async def test_of_those_who_change_a_job_at_once_nobody_is_too_slow(
+    redis_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One of eight requests won each time. The leader's fact lost among them, and others' facts waited with it."""
+    async with redis_ports(redis_url) as ports:
+        name = (await ports.jobs.create(first_decision(job()), ACTOR, None)).job.id
+        order: list[str] = []
+        commit = RedisJobs.commit
+
+        async def noted(self: RedisJobs, change: Change, epoch: int | None = None) -> Stored:
+            order.append(change.actor.name)
+            return await commit(self, change, epoch)
+
+        monkeypatch.setattr(RedisJobs, "commit", noted)
+        who = ["sue"] * 8 + ["controller"]
+        patches = [JobPatch(labels={"number": str(number)}) for number in range(len(who))]
+        await asyncio.gather(
+            *(
+                apply_events(ports, name, [Occurrence(PatchAsked(patch, None), 5)], Actor(each))
+                for patch, each in zip(patches, who, strict=True)
+            )
+        )
+        assert sorted(order) == sorted(who)  # nothing was tried again
+        assert order.index("controller") <= 1
+        assert not ports.changes._turns
 
 
 async def test_a_lower_fence_is_refused_even_with_the_right_version(world: World) -> None:
