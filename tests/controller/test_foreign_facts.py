@@ -1,5 +1,7 @@
 """What facts may say of checkpoints that are not their own job's, and which numbers are none."""
 
+import dataclasses
+
 import pytest
 from pydantic import ValidationError
 
@@ -42,6 +44,7 @@ from services.controller.domain.job.events import (
     FoundInStorage,
     GangFact,
     JobEvent,
+    NodeLost,
     PauseAsked,
     PurgeAsked,
     VerifyAsked,
@@ -305,6 +308,58 @@ def test_that_a_checkpoint_is_lost_only_nodes_of_its_attempts_can_tell() -> None
     assert decide(job, foreign, NOW) == Decision(job)
     own = decide(job, foreign.model_copy(update={"node_id": NODE}), NOW).job
     assert own.checkpoints[name].state is CheckpointState.ABORTED
+
+
+@pytest.mark.parametrize("fence", [2, 3])
+def test_of_what_ranks_write_a_node_that_had_an_earlier_attempt_can_tell_nothing(
+    fence: int,
+) -> None:
+    """It would have the job SUCCEED without its last checkpoint, or commit none of an attempt, of those to come, too."""
+    job = new_job()
+    earlier = placed(job)
+    moved = dataclasses.replace(earlier, incarnations={"loom-7": "life-1"})
+    gone = NodeLost("loom-7", "it is away", 0, NOW)
+    again: list[JobEvent] = [earlier, launched(job, 2), progressed(job, 1, 2)]
+    now = played(job, [moved, gone, *again]).job
+    assert now.attempt_nodes == {"loom-7", NODE}
+    theirs = linked(job, STEPS, fence).model_copy(update={"node_id": "loom-7"})
+    named = {"manifest": theirs.manifest.model_copy(update={"fence": 1})}
+    lost = CheckpointLost(
+        job_id=job.id,
+        fence=fence,
+        node_id="loom-7",
+        checkpoint_id=checkpoint_id(job.id, STEPS, fence),
+        reason="no",
+    )
+    for fact in (theirs, theirs.model_copy(update=named), lost):
+        assert decide(now, fact, NOW) == Decision(now)
+    # What it committed of its own attempt counts, however late it tells.
+    late = linked(job, 5, 1).model_copy(update={"node_id": "loom-7"})
+    assert checkpoint_id(job.id, 5, 1) in decide(now, late, NOW).job.checkpoints
+    misnamed = {"manifest": late.manifest.model_copy(update={"step": STEPS})}
+    assert decide(now, late.model_copy(update=misnamed), NOW) == Decision(now)
+
+
+def test_that_a_checkpoint_is_corrupt_no_node_can_tell_that_had_an_earlier_attempt_alone() -> None:
+    """Each checkpoint of the job would be, and the job would wait for a person after its next fault."""
+    job = new_job()
+    earlier = placed(job)
+    moved = dataclasses.replace(earlier, incarnations={"loom-7": "life-1"})
+    gone = NodeLost("loom-7", "it is away", 0, NOW)
+    again: list[JobEvent] = [earlier, launched(job, 2), progressed(job, 1, 2), *saved(job, 10, 2)]
+    now = played(job, [moved, gone, *again]).job
+    name = checkpoint_id(job.id, 10, 2)
+    records = (DamagedRecord(number=2, name="00000002.json", reason="no JSON"),)
+    for is_found in (False, True):
+        known = now.model_copy(update={"found": is_found})
+        damaged = ChainDamaged(job_id=job.id, fence=1, node_id="loom-7", records=records)
+        of_storage = found(job).model_copy(update={"node_id": "loom-7", "damaged": records})
+        theirs = corrupt(job, name).model_copy(update={"node_id": "loom-7"})
+        for event in (theirs, damaged, FoundInStorage(of_storage, {})):
+            after = decide(known, event, NOW).job
+            assert after.checkpoints[name].state is CheckpointState.COMMITTED
+        own = decide(known, damaged.model_copy(update={"node_id": NODE}), NOW).job
+        assert own.checkpoints[name].state is CheckpointState.CORRUPT
 
 
 def test_what_storage_holds_of_a_job_its_own_nodes_can_tell_and_those_that_were_asked() -> None:

@@ -33,7 +33,8 @@ from services.contract.messages.facts import (
     TraceRecorded,
 )
 from services.contract.messages.findings import Findings, RankFinding
-from services.contract.words.ids import job_of_checkpoint
+from services.contract.storage.manifests import Manifest
+from services.contract.words.ids import job_of_checkpoint, step_and_fence
 from services.controller.domain.decisions import (
     attempt_events,
     awaited_plan,
@@ -232,10 +233,9 @@ def is_foreign(job: Job, event: JobEvent) -> bool:
     # A rank's vote is told by its own node.
     if isinstance(event, CheckpointVoted) and event.shard.rank not in job.ranks_on(event.node_id):
         return True
-    manifest = event.manifest if isinstance(event, CheckpointLinked) else None
-    named = getattr(event if manifest is None else manifest, "checkpoint_id", None)
+    named = _named(event)
     if named is None or job_of_checkpoint(named) == job.id:
-        return False
+        return isinstance(event, CheckpointLinked) and not _is_named_rightly(event.manifest)
     return not (isinstance(event, CheckpointCorrupt) and was_told_to_load(job, event))
 
 
@@ -251,9 +251,32 @@ def _who_may_tell(job: Job, event: GangFact) -> Collection[str]:
         return job.readers
     if not isinstance(event, _TRUE_AT_ANY_FENCE):
         return job.attempts[-1].incarnations
-    # Ranks that write a checkpoint, and who is commanded to commit it, are on nodes of one of them.
-    is_of_ranks = isinstance(event, CheckpointLinked | CheckpointLost)
-    return job.attempt_nodes if is_of_ranks else job.attempt_nodes.union(job.readers)
+    if isinstance(event, CheckpointLinked | CheckpointLost):
+        return _writers(job, step_and_fence(_named(event) or "")[1])
+    # Whether it can be read is for those to tell that read it now: they find what an earlier attempt did not live to tell.
+    return job.attempts[-1].incarnations.keys() | job.readers
+
+
+def _writers(job: Job, fence: int) -> Collection[str]:
+    """The nodes of an attempt: of what its ranks write, and of its commit, those alone can tell.
+
+    One that had ranks of another attempt could have the job SUCCEED without its last checkpoint, or commit none. Of an
+    attempt to come nobody can know; of one that is kept no more any that had ranks of the job may know.
+    """
+    if fence > job.fence:
+        return ()
+    known = next((a for a in job.attempts if a.fence == fence), None)
+    return job.attempt_nodes if known is None else known.incarnations
+
+
+def _is_named_rightly(manifest: Manifest) -> bool:
+    return step_and_fence(manifest.checkpoint_id) == (manifest.step, manifest.fence)
+
+
+def _named(event: GangFact) -> str | None:
+    """The checkpoint of which a fact tells, if it tells of one."""
+    about = event.manifest if isinstance(event, CheckpointLinked) else event
+    return getattr(about, "checkpoint_id", None)
 
 
 def was_told_to_load(job: Job, found: CheckpointCorrupt) -> bool:

@@ -106,8 +106,9 @@ def on_found(event: FoundInStorage, draft: Draft) -> None:
         draft.change(fence=fact.fence)
     if fact.is_all and _is_of_launch(job, fact) and fact.node_id in job.attempts[-1].incarnations:
         _give_up_others(fact, draft)
-    # Of a job that Redis never lost, a node that none of its attempts had has nothing to tell but what it lacks.
-    if fact.damaged and (job.found or fact.node_id in job.attempt_nodes):
+    # Of a job with an attempt, a node without ranks of it has nothing to tell but what it lacks.
+    reads = fact.node_id in job.attempts[-1].incarnations if job.attempts else job.found
+    if fact.damaged and reads:
         damage = ChainDamaged(
             job_id=job.id, fence=fact.fence, node_id=fact.node_id, records=fact.damaged
         )
