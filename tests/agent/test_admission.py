@@ -128,6 +128,20 @@ def test_a_mask_covers_what_urls_base64_and_bytes_make_of_a_value() -> None:
         assert "[secret HUB]" in mask.text(f"a {form} b"), form
 
 
+@pytest.mark.parametrize(
+    "value", ["it's-a-naïve-key", 'it is "a" naïve key', 'it\'s a "naïve" key']
+)
+@pytest.mark.parametrize("beside", ["", "'", '"'])
+def test_a_mask_covers_a_value_within_a_text_with_other_quotes(value: str, beside: str) -> None:
+    """What ``repr`` escapes depends on what stands beside the value, such as the quotes of a message."""
+    mask = Mask({"KEY": value})
+    text = f"no {beside}{value}{beside}"
+    for written in (repr(text), repr(ValueError(text)), ascii([text]), repr(text.encode())):
+        for said in (written, json.dumps(written)):
+            assert "key" not in mask.text(said)
+            assert "[secret KEY]" in mask.text(said)
+
+
 @pytest.mark.timeout(60)
 def test_a_secret_of_thousands_of_lines_does_not_keep_the_agent() -> None:
     """It masks a megabyte of what a rank says in its loop, as often as a rank says one."""

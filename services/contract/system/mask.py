@@ -201,9 +201,7 @@ def _forms(value: str) -> Iterator[str]:
             in_urls = (urllib.parse.quote(part, safe=""), urllib.parse.quote_plus(part))
             plain = {
                 part,
-                repr(part)[1:-1],
-                ascii(part)[1:-1],
-                repr(part.encode(errors="surrogateescape"))[2:-1],
+                *_in_repr(part),
                 *in_urls,
                 urllib.parse.quote(part),
                 *_in_base64(part),
@@ -211,6 +209,19 @@ def _forms(value: str) -> Iterator[str]:
             once = {json.dumps(form, ensure_ascii=a)[1:-1] for form in plain for a in (True, False)}
             twice = {json.dumps(form, ensure_ascii=a)[1:-1] for form in once for a in (True, False)}
             yield from plain | once | twice
+
+
+def _in_repr(text: str) -> Iterator[str]:
+    """What ``repr`` and ``ascii`` make of a text and of its bytes, alone and within others.
+
+    Which quotes they escape depends on the whole: an apostrophe, where a double quote stands beside it.
+    """
+    for beside in ("", '"'):
+        content = (text + beside).encode(errors="surrogateescape")
+        end = -1 - len(beside)
+        yield repr(text + beside)[1:end]
+        yield ascii(text + beside)[1:end]
+        yield repr(content)[2:end]
 
 
 def _in_base64(text: str) -> Iterator[str]:
