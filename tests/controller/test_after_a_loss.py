@@ -1,10 +1,11 @@
 """What the leader makes of facts after Redis has lost some or all of what it knew."""
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 
 import pytest
 
+from services.contract.jobs.plans import GangPlan, RankPlacement
 from services.contract.messages.commands import LaunchGang, PurgeJob, StopGang
 from services.contract.messages.facts import (
     AGENT_DIED,
@@ -23,11 +24,13 @@ from services.contract.words.ids import checkpoint_id, new_job_id
 from services.contract.words.states import CheckpointState, JobState
 from services.controller.adapters.memory import memory_ports
 from services.controller.adapters.memory.server import MemoryServer
+from services.controller.domain.decisions.attempt_events import RESENT_MOST
 from services.controller.domain.decisions.dispatch import first_decision
 from services.controller.domain.decisions.history import Occurrence
 from services.controller.domain.errors import StateConflictError
 from services.controller.domain.job.events import GangPlaced, JobEvent, PinAsked
 from services.controller.domain.job.job import Job
+from services.controller.domain.plans import default_plan
 from services.controller.domain.scheduling.node import Lease
 from services.controller.ports.jobs import Actor, Stored
 from services.controller.ports.machines import FactEntry
@@ -347,8 +350,55 @@ def test_a_node_with_ranks_of_whose_launch_redis_lost_the_answer_is_asked_for_it
     play(course)
 
 
-def launches(leader: Leader) -> list[LaunchGang]:
-    return [sent for sent in leader.server.commands(NODE) if isinstance(sent, LaunchGang)]
+@pytest.mark.parametrize("head_is_known", [True, False])
+def test_of_a_gang_over_many_nodes_that_all_join_at_once_each_is_asked_once(
+    *, head_is_known: bool
+) -> None:
+    """Were all asked as each joins, 21 of them would count as never answering, and the gang be killed."""
+
+    async def course(leader: Leader) -> None:
+        names = [f"loom-{number}" for number in range(1, RESENT_MOST + 5)]
+        job = new_job(resources={"ranks": len(names)}, train={"steps": STEPS, "global_batch": 24})
+        await leader.hear(*map(joined, names))
+        await leader.ports.jobs.create(first_decision(job), ADA, None)
+        await leader.happen(job, placed_one_each(job, names))
+        answers = [
+            GangLaunched(
+                job_id=job.id,
+                fence=1,
+                node_id=name,
+                pids={rank: 100},
+                store=None if rank else wide.STORE,
+            )
+            for rank, name in enumerate(names)
+        ]
+        if head_is_known:
+            await leader.hear(answers[0])
+        await leader.hear(*(joined(n, gang(job, r), number=2) for r, n in enumerate(names)))
+        others = len(names) - 1
+        if not head_is_known:
+            assert [len(launches(leader, name)) for name in names] == [2, *[0] * others]
+            await leader.hear(answers[0])
+        asked = [1, *[2] * others] if head_is_known else [2, *[1] * others]
+        assert [len(launches(leader, name)) for name in names] == asked
+        assert [leader.kills(name) for name in names] == [[]] * len(names)
+        await leader.hear(*answers[1:])
+        assert (await leader.job(job.id)).state is JobState.STARTING
+
+    play(course)
+
+
+def placed_one_each(job: Job, names: Sequence[str]) -> GangPlaced:
+    seats = tuple(
+        RankPlacement(rank=rank, node_id=name, local_rank=0, device="cpu")
+        for rank, name in enumerate(names)
+    )
+    plan = GangPlan(device_type="cpu", sharding=default_plan.shard(job.spec), ranks=seats)
+    return GangPlaced(plan, dict.fromkeys(names, "life-1"))
+
+
+def launches(leader: Leader, name: str = NODE) -> list[LaunchGang]:
+    return [sent for sent in leader.server.commands(name) if isinstance(sent, LaunchGang)]
 
 
 def test_the_end_of_an_earlier_attempt_of_the_same_number_costs_no_restart() -> None:

@@ -34,7 +34,7 @@ from services.controller.domain.decisions.purge import is_purged
 from services.controller.domain.decisions.recovery import awaits_adoption
 from services.controller.domain.errors import NotFoundError, RecordUnreadableError
 from services.controller.domain.job.effects import Send
-from services.controller.domain.job.events import AnswerOverdue, GangFact, NodeLost
+from services.controller.domain.job.events import GangFact, NodeLost, RanksSeen
 from services.controller.domain.job.job import Job
 from services.controller.domain.scheduling import node as nodes
 from services.controller.domain.scheduling.node import Node
@@ -396,5 +396,5 @@ async def _ask_again(ports: Ports, fact: NodeJoined, active: Sequence[Job], epoc
         if attempt is None or fact.node_id in attempt.launched:
             continue
         if (job.id, attempt.fence) in running:
-            again = Occurrence(AnswerOverdue(), await ports.clock.now_ms())
-            await apply_events(ports, job.id, [again], Actor("controller"), epoch)
+            seen = Occurrence(RanksSeen(fact.node_id), await ports.clock.now_ms())
+            await apply_events(ports, job.id, [seen], Actor("controller"), epoch)

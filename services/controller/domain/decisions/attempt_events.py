@@ -38,6 +38,7 @@ from services.controller.domain.job.events import (
     GangPlaced,
     NodeLost,
     PlacementDelayed,
+    RanksSeen,
 )
 from services.controller.domain.job.job import WAITING_STATES, Job
 
@@ -339,6 +340,19 @@ def on_overdue(_event: AnswerOverdue, draft: Draft) -> None:
     # Not the one that waits for its turn: a later one may take its place, and what is given up must not be committed.
     for sealed in sealed_of(job, attempt.fence)[:COMMITS_AT_ONCE]:
         send_commit(draft, attempt.fence, sealed.id)
+
+
+def on_ranks_seen(event: RanksSeen, draft: Draft) -> None:
+    """Ask this node alone for the launch of which Redis lost its answer: all nodes of a gang join at once.
+
+    The others are asked when the node of rank 0 has answered. That nobody answers is for ``on_overdue`` to count.
+    """
+    job, attempt = draft.job, draft.job.attempt
+    if attempt is None or job.state != JobState.PLACING or attempt.has_failed:
+        return
+    is_asked = attempt.store is not None or event.node_id == job.head_node
+    if is_asked and event.node_id in attempt.live_nodes and event.node_id not in attempt.launched:
+        _launch(draft, [event.node_id])
 
 
 def on_clock_set_back(event: ClockSetBack, draft: Draft) -> None:

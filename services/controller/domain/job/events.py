@@ -216,6 +216,13 @@ class AnswerOverdue:
 
 
 @dataclass(frozen=True)
+class RanksSeen:
+    """A node that joined has ranks of the newest attempt; that it launched them may not have been heard."""
+
+    node_id: str
+
+
+@dataclass(frozen=True)
 class ClockSetBack:
     """The clock of Redis was set back: moments of the job lie ahead of it."""
 
@@ -323,6 +330,7 @@ JobEvent = (
     | SpecFaulted
     | NodeLost
     | AnswerOverdue
+    | RanksSeen
     | ClockSetBack
     | PatchAsked
     | PurgeAsked
