@@ -241,6 +241,8 @@ def test_a_gang_that_trains_says_so_again_when_its_launch_is_repeated(
     running(controller)
     command = launch(1, 2, FOREVER, pause_s=0.01)
     patch = JobPatch.model_validate(PATCH).model_dump(mode="json", exclude_unset=True)
+    # One that was chosen gives way to new bounds of an elastic job.
+    patch |= {"train": {"micro_batch": 1}}
     controller.send(command.model_copy(update={"spec": with_patch(command.spec, patch)}))
     kinds = until(
         lambda: told if (told := kinds_told(controller)).count("gang_launched") == 2 else []

@@ -93,6 +93,7 @@ _PATCHED: Final[Mapping[str, bool | set[str]]] = {
     "checkpoint": {"keep_last", "keep_best"},
     "faults": {"max_restarts"},
     "resources": {"world"},
+    "train": {"micro_batch"},  # one that was chosen gives way to new bounds
 }
 _log = structlog.get_logger()
 
