@@ -59,6 +59,7 @@ def launched(fence: int) -> GangLaunched:
         ([voted(0, 10), voted(0, 20), linked(10)], True),
         ([voted(0, 10), launched(2)], False),  # the first attempt ended before all had voted
         ([launched(1), voted(0, 10)], True),
+        ([launched(1), voted(0, 10), launched(1)], True),  # its launch was answered again
     ],
 )
 def test_only_the_newest_checkpoint_that_this_agent_commits_is_awaited(

@@ -11,6 +11,7 @@ from services.contract.messages.facts import (
     Fact,
     GangLaunched,
 )
+from services.contract.words.ids import step_and_fence
 from services.worker.agent.session import Session
 from services.worker.agent.supervisor import Supervisor
 
@@ -37,8 +38,10 @@ class Commits:
             case CheckpointVoted() if fact.shard.rank == 0:
                 self._awaited[fact.job_id] = fact.checkpoint_id
             case GangLaunched():
-                # Nothing of an earlier attempt is committed any more.
-                self._settle(self._awaited.get(fact.job_id, ""))
+                awaited = self._awaited.get(fact.job_id)
+                # Nothing of an earlier attempt is committed any more. That of this one is: it says so again when it is asked.
+                if awaited is not None and step_and_fence(awaited)[1] < fact.fence:
+                    self._settle(awaited)
             case CheckpointLinked():
                 self._settle(fact.manifest.checkpoint_id)
             case CheckpointLost():
