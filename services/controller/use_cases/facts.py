@@ -264,7 +264,7 @@ async def _take_in(ports: Ports, joins: Sequence[tuple[NodeJoined, str]], epoch:
         reason = f"the agent of {node.id} was restarted"
         await _lose_gangs(ports, node, active.get(node.id, ()), reason, epoch)
         await _kill_orphans(ports, fact, active.get(node.id, ()), epoch)
-        await _ask_again(ports, fact, active.get(node.id, ()), epoch)
+    await _ask_again(ports, [fact for _, fact in joined.values()], active, epoch)
 
 
 async def _remember(
@@ -385,16 +385,23 @@ async def _kill_orphans(ports: Ports, fact: NodeJoined, active: Sequence[Job], e
             await ports.jobs.send((Send(fact.node_id, kill),), epoch)
 
 
-async def _ask_again(ports: Ports, fact: NodeJoined, active: Sequence[Job], epoch: int) -> None:
-    """Whether gangs that live on the node are those that it was to launch: an older copy of Redis lost its answer.
+async def _ask_again(
+    ports: Ports, joins: Sequence[NodeJoined], active: Mapping[str, Sequence[Job]], epoch: int
+) -> None:
+    """Whether gangs that live on the nodes are those that they were to launch: an older copy of Redis lost their answers.
 
-    That would be asked for long after the last command, and of ranks that commit there is one for each checkpoint.
+    Those would be asked for long after the last command, and of ranks that commit there is one for each checkpoint.
     """
-    running = {(gang.job_id, gang.fence) for gang in fact.gangs}
-    for job in active:
-        attempt = job.attempt
-        if attempt is None or fact.node_id in attempt.launched:
-            continue
-        if (job.id, attempt.fence) in running:
-            seen = Occurrence(RanksSeen(fact.node_id), await ports.clock.now_ms())
-            await apply_events(ports, job.id, [seen], Actor("controller"), epoch)
+    seen: dict[str, list[str]] = {}
+    for fact in joins:
+        running = {(gang.job_id, gang.fence) for gang in fact.gangs}
+        for job in active.get(fact.node_id, ()):
+            attempt = job.attempt
+            if attempt is None or fact.node_id in attempt.launched:
+                continue
+            if (job.id, attempt.fence) in running:
+                seen.setdefault(job.id, []).append(fact.node_id)
+    for job_id, node_ids in seen.items():
+        # Together: each change writes the record of a gang that may be on a thousand nodes.
+        found = Occurrence(RanksSeen(tuple(node_ids)), await ports.clock.now_ms())
+        await apply_events(ports, job_id, [found], Actor("controller"), epoch)

@@ -343,16 +343,17 @@ def on_overdue(_event: AnswerOverdue, draft: Draft) -> None:
 
 
 def on_ranks_seen(event: RanksSeen, draft: Draft) -> None:
-    """Ask this node alone for the launch of which Redis lost its answer: all nodes of a gang join at once.
+    """Ask these nodes alone for the launch of which Redis lost their answers: all nodes of a gang join at once.
 
     The others are asked when the node of rank 0 has answered. That nobody answers is for ``on_overdue`` to count.
     """
     job, attempt = draft.job, draft.job.attempt
     if attempt is None or job.state != JobState.PLACING or attempt.has_failed:
         return
-    is_asked = attempt.store is not None or event.node_id == job.head_node
-    if is_asked and event.node_id in attempt.live_nodes and event.node_id not in attempt.launched:
-        _launch(draft, [event.node_id])
+    waited_for = set(attempt.live_nodes).difference(attempt.launched)
+    if attempt.store is None:
+        waited_for.intersection_update({job.head_node})
+    _launch(draft, [node_id for node_id in event.node_ids if node_id in waited_for])
 
 
 def on_clock_set_back(event: ClockSetBack, draft: Draft) -> None:

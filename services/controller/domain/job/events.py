@@ -217,9 +217,9 @@ class AnswerOverdue:
 
 @dataclass(frozen=True)
 class RanksSeen:
-    """A node that joined has ranks of the newest attempt; that it launched them may not have been heard."""
+    """Nodes that joined have ranks of the newest attempt; that they launched them may not have been heard."""
 
-    node_id: str
+    node_ids: tuple[str, ...]
 
 
 @dataclass(frozen=True)
