@@ -66,7 +66,7 @@ async def list_plans(
     found: list[PlanSummary] = []
     while True:
         chunk = await ports.plans.page(place, _CHUNK, wanted.among)
-        # Others have their turn between two: specs of 64 KiB are shown and judged, too.
+        # Others have their turn between two: some are worked out here.
         async for record in in_turns(chunk.plans):
             left_s = 0.0 if drawing.hands.is_taken else ends - clock()
             plan = await _present(ports, record, drawing, left_s)
