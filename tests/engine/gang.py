@@ -172,6 +172,8 @@ class Gangs:
 
 def _serve(pipe: connection.Connection, rank: int, world: int, port: int, device: str) -> None:
     faulthandler.enable()
+    # A crash in a thread without Python, such as gloo's, would leave no trace of where it was.
+    torch._C._set_print_stack_traces_on_fatal_signal(True)  # noqa: FBT003 - positional alone
     sys.path.insert(0, ROOT)
     torch.set_num_threads(1)
     collectives.by_group_on_one_rank = device == "cuda"  # so that one GPU runs NCCL
