@@ -30,6 +30,7 @@ from fsdp_core.comm.shared_memory import axis
 from fsdp_core.errors import DesyncError
 from fsdp_core.runtime.fsdp_state import state_of
 from tests.engine.gang import Gang, Gangs, RankContext
+from tests.engine.sharded import local
 from tests.engine.test_shared_memory import (
     COPIED,
     ONE_COPY,
@@ -446,6 +447,33 @@ def check_threads(ctx: RankContext) -> list[str]:
     for thread in threads:
         thread.join()
     return told
+
+
+def test_threads_with_process_groups_of_their_own_train_at_once(gangs: Gangs) -> None:
+    """Each rank starts the same two threads in another order; units of both models have the same names."""
+    assert gangs(2).run(check_threads_apart) == [[1.0, 2.0]] * 2
+
+
+def check_threads_apart(ctx: RankContext) -> list[float]:
+    models: list[nn.Linear] = []
+    for _ in range(2):
+        mesh = DeviceMesh.from_group(dist.new_group([0, 1]), "cpu")
+        models.append(nn.Linear(3, 4, bias=False))
+        fully_shard(models[-1], mesh=mesh)
+    threads = [
+        threading.Thread(target=_go_backward, args=(model, float(index + 1)))
+        for index, model in enumerate(models)
+    ]
+    for thread in threads if ctx.rank == 0 else threads[::-1]:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    grads = [model.weight.grad for model in models]
+    return [float(local(grad).mean()) for grad in grads if grad is not None]
+
+
+def _go_backward(model: nn.Module, value: float) -> None:
+    model(torch.full((1, 3), value)).sum().backward()
 
 
 def _run_out_of_step(model: nn.Module, begun: threading.Event, told: list[str]) -> None:
