@@ -7,6 +7,7 @@ from pathlib import Path
 
 import psutil
 import pytest
+from pydantic import BaseModel
 
 from services.contract.api.requests import JobPatch
 from services.contract.messages.commands import RetireCheckpoint, StopGang, TakeCheckpoint
@@ -26,6 +27,7 @@ from services.contract.storage.commit_chain import CommitChain
 from services.contract.storage.manifests import AttemptOpened
 from services.contract.words.ids import checkpoint_id, new_job_id
 from services.controller.domain.decisions.patch import with_patch
+from services.worker.agent.gangs.runtime import _PATCHED
 from tests.agent.conftest import (
     FOREVER,
     JOB,
@@ -258,6 +260,16 @@ PATCH = {
     "checkpoint": {"keep_last": 7, "keep_best": {"metric": "loss"}},
     "faults": {"max_restarts": 9},
 }
+
+
+def test_whatever_may_be_patched_makes_no_other_attempt_of_a_launch() -> None:
+    patchable = {
+        name: set(part.model_fields)
+        if isinstance(part := field.annotation, type) and issubclass(part, BaseModel)
+        else True
+        for name, field in JobPatch.model_fields.items()
+    }
+    assert patchable | {"train": {"micro_batch"}} == dict(_PATCHED)
 
 
 def kinds_told(controller: Controller) -> list[str]:
