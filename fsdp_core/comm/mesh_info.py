@@ -284,8 +284,8 @@ def _rows_of(device_type: str, ranks: torch.Tensor) -> HSDPMeshInfo:
     # for the same ranks, which differ where this mesh is one of several beside each other.
     row, column = (ranks == dist.get_rank()).nonzero()[0].tolist()
     groups = [
-        dist.new_group(members.tolist(), use_local_synchronization=True)
-        for members in (ranks[:, column], ranks[row])
+        torch_private.group_of_members(sorted(members.tolist()), f"fsdp_after_forward_{axis}")
+        for axis, members in ((REPLICATE_AXIS, ranks[:, column]), (SHARD_AXIS, ranks[row]))
     ]
     mesh = DeviceMesh.from_group(
         groups, device_type, ranks, mesh_dim_names=(REPLICATE_AXIS, SHARD_AXIS)

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Literal, cast
 
 import torch.distributed as dist
 
+from fsdp_core import torch_private
 from fsdp_core.comm import (
     AllGather,
     ProcessGroupAllGather,
@@ -319,9 +320,7 @@ def _separate_group(
 ) -> dist.ProcessGroup:
     if ranks not in made:
         # Only the members meet: each shard group of an HSDP mesh makes its own.
-        made[ranks] = dist.new_group(
-            list(ranks), use_local_synchronization=True, group_desc="fsdp_reduce_scatter"
-        )
+        made[ranks] = torch_private.group_of_members(ranks, "fsdp_reduce_scatter")
     return made[ranks]
 
 

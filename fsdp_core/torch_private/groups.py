@@ -4,8 +4,11 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, cast
+from collections import Counter
+from collections.abc import Callable, Sequence
+from hashlib import sha256
+from typing import TYPE_CHECKING, Any, Final, cast
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
@@ -19,6 +22,45 @@ if TYPE_CHECKING:
 def default_store() -> Store:
     """The store through which the default process group met; there is no public way to it."""
     return dist.distributed_c10d._get_default_store()
+
+
+# How many groups of a purpose and of some ranks each world has made. Never fewer: what the ranks of a
+# group that has ended wrote into the world's store is there still, and one of its name would read it.
+_made: Final[WeakKeyDictionary[dist.ProcessGroup, Counter[str]]] = WeakKeyDictionary()
+
+
+def group_of_members(ranks: Sequence[int], purpose: str) -> dist.ProcessGroup:
+    """A process group that its members alone make, this rank among them.
+
+    ``new_group(use_local_synchronization=True)`` does so, too, but names it by how many groups a rank has
+    by then. Members that have different numbers, as after one made a group for itself, meet under different
+    names: each waits for the others until the time-out, of half an hour. The name here is of what all
+    members know alike.
+
+    Args:
+        ranks: The members, as ranks of the world, in the order that they have in the group.
+        purpose: What PyTorch describes the group with.
+    """
+    c10d = dist.distributed_c10d
+    world = c10d._get_default_group()
+    made = _made.setdefault(world, Counter())
+    among = sha256(",".join(map(str, ranks)).encode()).hexdigest()[:16]
+    kind = f"{purpose}/{among}"
+    made[kind] += 1
+    backend, store = c10d._world.pg_map[world]
+    group, _ = c10d._new_process_group_helper(
+        len(ranks),
+        ranks.index(dist.get_rank()),
+        ranks,
+        dist.Backend(backend),
+        store,
+        c10d.GroupName(f"{kind}/{made[kind]}"),
+        timeout=c10d._get_default_timeout(dist.Backend(backend)),
+        device_id=world.bound_device_id,
+        group_desc=purpose,
+    )
+    c10d._world.pg_group_ranks[group] = {each: place for place, each in enumerate(ranks)}
+    return cast("dist.ProcessGroup", group)
 
 
 def group_device_types(group: dist.ProcessGroup) -> list[str]:

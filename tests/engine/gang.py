@@ -12,6 +12,7 @@ import gc
 import importlib
 import os
 import pickle
+import signal
 import sys
 import traceback
 import warnings
@@ -104,6 +105,14 @@ class Gang:
         for process in self._processes:
             process.join()
 
+    def _print_stacks(self) -> None:
+        """Ends the ranks in a way in which they print where each of their threads is."""
+        for process in self._processes:
+            assert process.pid is not None
+            os.kill(process.pid, signal.SIGABRT)
+            process.join(timeout=30.0)  # one after the other: so that the stacks are not mixed
+        self.kill()
+
     def kill(self) -> None:
         for process in self._processes:
             process.kill()
@@ -121,7 +130,7 @@ class Gang:
             waiting = {p: r for r, p in enumerate(self._pipes) if r not in answers}
             ready = connection.wait(list(waiting), timeout=max(0.0, deadline - monotonic()))
             if not ready:
-                self.kill()
+                self._print_stacks()
                 raise GangError(f"{what}: no answer from ranks {sorted(waiting.values())}")
             for pipe in (p for p in self._pipes if p in ready):
                 rank = waiting[pipe]

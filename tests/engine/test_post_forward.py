@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.utils.checkpoint import checkpoint
 
@@ -71,6 +75,18 @@ def compare(ctx: RankContext) -> None:
                     )
                 )
             assert_equal(*traces)
+
+
+def test_ranks_with_different_numbers_of_groups_share_a_smaller_mesh(gangs: Gangs) -> None:
+    """PyTorch names groups that their members alone make by how many groups a rank has."""
+    gangs(4).run(compare_on_uneven_ranks)
+
+
+def compare_on_uneven_ranks(ctx: RankContext) -> None:
+    dist.new_group([0])
+    # A mesh of its own, for which the groups of a smaller one are yet to be made.
+    mesh = DeviceMesh.from_group(dist.new_group(range(4)), ctx.device.type)
+    compare(replace(ctx, mesh=mesh))
 
 
 def test_uneven_sizes_train_as_with_whole_gathers(gangs: Gangs) -> None:

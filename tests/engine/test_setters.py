@@ -166,6 +166,41 @@ def check_separate_group(ctx: RankContext) -> None:
     assert all(o.reduce_group is None for o in (first, *others))
 
 
+def test_ranks_with_different_numbers_of_groups_make_a_separate_group(gangs: Gangs) -> None:
+    """PyTorch names groups that their members alone make by how many groups a rank has."""
+    gangs(2).run(check_separate_group_of_uneven_ranks)
+
+
+def check_separate_group_of_uneven_ranks(ctx: RankContext) -> None:
+    own = dist.new_group([0])
+    model, plain = shard_decoder(ctx), shard_decoder(ctx)
+    unit(model).set_separate_reduce_scatter_group()
+    made = group_options(model)[0].reduce_group
+    assert made is not None
+    assert dist.get_process_group_ranks(made) == [0, 1]
+    backward_once(ctx, model)
+    backward_once(ctx, plain)
+    assert grads(plain)
+    assert all(map(torch.equal, grads(model), grads(plain)))
+    if ctx.rank == 0:
+        dist.destroy_process_group(own)
+    # What the ranks wrote when they met stays in the store: a group of the same name would read it.
+    dist.destroy_process_group(made)
+    unit(model).set_separate_reduce_scatter_group(False)
+    unit(model).set_separate_reduce_scatter_group()
+    again = group_options(model)[0].reduce_group
+    assert again is not None
+    assert again.group_name != made.group_name
+    model.zero_grad()
+    backward_once(ctx, model)
+    assert all(map(torch.equal, grads(model), grads(plain)))
+
+
+def grads(model: nn.Module) -> list[torch.Tensor]:
+    """This rank's parts of the gradients."""
+    return [local(p.grad) for p in model.parameters() if p.grad is not None]
+
+
 def test_the_largest_window_of_the_units_counts(cpu_gangs: Gangs) -> None:
     """Where the host waits for collectives; a device may not have said yet that one has ended."""
     cpu_gangs(2).run(check_window)
