@@ -53,7 +53,7 @@ test: lint ## Lint, types, layers and the tests of all parts
 	wait $$checks; checked=$$?; \
 	cat .venv/checks.log; exit $$((tested | checked))
 
-test-system: $(TESTABLE) ## Tests of whole stacks (clusters, several hosts, chaos, browsers, examples), and what takes minutes
+test-system: $(TESTABLE) ## Tests of whole stacks (clusters, several hosts, chaos, browsers, examples), and what takes long
 	$(TESTS) --suite=system
 
 test-full: SUITE = all

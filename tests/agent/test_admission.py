@@ -250,6 +250,7 @@ def test_a_command_that_names_what_the_node_does_not_allow_is_refused(
     assert "os:system" in controller.fact(LaunchRefused).reason
 
 
+@pytest.mark.system
 @pytest.mark.ranks
 @pytest.mark.redis
 def test_a_secret_reaches_the_rank_and_turns_up_nowhere_else(

@@ -294,6 +294,7 @@ def start(
         yield start
 
 
+@pytest.mark.system
 @pytest.mark.ranks
 def test_each_job_imports_from_its_own_code_alone(
     start: StartAgent, redis_server: EmbeddedRedis

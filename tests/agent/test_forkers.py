@@ -198,6 +198,7 @@ def test_a_request_that_the_kernel_does_not_send_is_refused_and_the_next_one_ans
     asyncio.run(run())
 
 
+@pytest.mark.system
 def test_no_rank_begins_with_the_secrets_of_another_job_in_its_memory(tmp_path: Path) -> None:
     value = "".join(sorted("a value that stands nowhere else"))
     (tmp_path / "HUB").write_text(value)

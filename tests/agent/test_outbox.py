@@ -30,6 +30,7 @@ def test_all_comes_that_was_told_while_the_order_of_facts_had_another_type(redis
         asyncio.run(tell_of_retyped_senders(redis, redis_url))
 
 
+@pytest.mark.system
 @pytest.mark.redis
 def test_it_is_full_while_redis_is_away_and_so_much_waits_and_then_tells_all_of_it(
     tmp_path: Path,

@@ -171,6 +171,7 @@ def assert_others_do_not_reach_telemetry(
     assert not [text for text in seen for part in parts if text and part in text]
 
 
+@pytest.mark.system
 @pytest.mark.ranks
 @pytest.mark.parametrize(("of_telemetry", "secret"), [(0, SECRET), (1, "")])
 def test_a_job_runs_and_no_role_meets_a_refusal(

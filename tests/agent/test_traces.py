@@ -147,6 +147,7 @@ def test_a_failure_that_a_rank_tells_is_passed_on() -> None:
 # --- a real agent ---------------------------------------------------------------------------------
 
 
+@pytest.mark.system
 @pytest.mark.ranks
 def test_real_ranks_record_while_they_train(
     start_agent: StartAgent, controller: Controller

@@ -113,6 +113,7 @@ def test_checkpointed_activations_change_no_bit(gangs: Gangs, way: str) -> None:
     gangs(2).run(train_checkpointed, way)
 
 
+@pytest.mark.system
 @pytest.mark.parametrize("way", COMPILED)
 def test_compiled_blocks_train_as_under_the_reference(gangs: Gangs, way: str) -> None:
     gangs(2).run(train_compiled, way)
