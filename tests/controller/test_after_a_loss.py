@@ -343,9 +343,32 @@ def test_a_node_with_ranks_of_whose_launch_redis_lost_the_answer_is_asked_for_it
         assert launches(leader) == [asked]
         await leader.hear(joined(NODE, gang(job, 0, 1), number=3))
         assert launches(leader) == [asked, asked]
-        await leader.hear(launched(job), joined(NODE, gang(job, 0, 1), number=4))
+        await leader.hear(launched(job), joined(NODE, number=4))
         assert launches(leader) == [asked, asked]
         assert (await leader.job(job.id)).state is JobState.STARTING
+
+    play(course)
+
+
+def test_of_a_gang_that_has_launched_one_node_is_asked_whether_it_trains_until_it_does() -> None:
+    """An agent tells of the first step once: where Redis lost that, the job would be STARTING for as long as it trains."""
+
+    async def course(leader: Leader) -> None:
+        job = wide.wide_job()
+        await leader.hear(joined(NODE), joined(OTHER))
+        await leader.ports.jobs.create(first_decision(job), ADA, None)
+        await leader.happen(job, wide.placed_on_two(job))
+        await leader.hear(wide.launched(job, NODE), wide.launched(job, OTHER))
+        asked = [len(launches(leader, name)) for name in (NODE, OTHER)]
+        living = [gang(job, 0, 1), gang(job, 2, 3)]
+        again = [joined(NODE, living[0], number=2), joined(OTHER, living[1], number=2)]
+        await leader.hear(*again)
+        assert [len(launches(leader, name)) for name in (NODE, OTHER)] == [asked[0] + 1, asked[1]]
+        # So does the agent answer where its ranks have made a step.
+        await leader.hear(wide.launched(job, NODE), progressed(job, 7))
+        assert (await leader.job(job.id)).state is JobState.RUNNING
+        await leader.hear(*(each.model_copy(update={"number": 3}) for each in again))
+        assert [len(launches(leader, name)) for name in (NODE, OTHER)] == [asked[0] + 1, asked[1]]
 
     play(course)
 

@@ -390,14 +390,15 @@ async def _ask_again(
 ) -> None:
     """Whether gangs that live on the nodes are those that they were to launch: an older copy of Redis lost their answers.
 
-    Those would be asked for long after the last command, and of ranks that commit there is one for each checkpoint.
+    Those would be asked for long after the last command, and of ranks that commit there is one for each checkpoint; that
+    a gang trains, which is told once, not at all.
     """
     seen: dict[str, list[str]] = {}
     for fact in joins:
         running = {(gang.job_id, gang.fence) for gang in fact.gangs}
         for job in active.get(fact.node_id, ()):
             attempt = job.attempt
-            if attempt is None or fact.node_id in attempt.launched:
+            if attempt is None or attempt.first_step is not None:
                 continue
             if (job.id, attempt.fence) in running:
                 seen.setdefault(job.id, []).append(fact.node_id)

@@ -346,14 +346,17 @@ def on_ranks_seen(event: RanksSeen, draft: Draft) -> None:
     """Ask these nodes alone for the launch of which Redis lost their answers: all nodes of a gang join at once.
 
     The others are asked when the node of rank 0 has answered. That nobody answers is for ``on_overdue`` to count.
+    Once all have launched, one of them: it answers with the first step, too, if that is done, which is told once.
     """
     job, attempt = draft.job, draft.job.attempt
-    if attempt is None or job.state != JobState.PLACING or attempt.has_failed:
+    if attempt is None or job.state not in _STARTING_STATES or attempt.has_failed:
         return
-    waited_for = set(attempt.live_nodes).difference(attempt.launched)
+    is_launched = job.state == JobState.STARTING
+    waited_for = set(attempt.live_nodes).difference(() if is_launched else attempt.launched)
     if attempt.store is None:
         waited_for.intersection_update({job.head_node})
-    _launch(draft, [node_id for node_id in event.node_ids if node_id in waited_for])
+    seen = [node_id for node_id in event.node_ids if node_id in waited_for]
+    _launch(draft, seen[:1] if is_launched else seen)
 
 
 def on_clock_set_back(event: ClockSetBack, draft: Draft) -> None:
