@@ -132,6 +132,15 @@ def test_the_last_replica_and_one_that_has_not_begun_end_the_attempt() -> None:
     assert isinstance(commands(decide(starting, lost(job, 1), NOW))[0], StopGang)
 
 
+def test_a_replica_that_is_ready_once_the_attempt_is_given_up_changes_nothing() -> None:
+    """Of those that were members none has a store any more: it could be told of none."""
+    job = training()
+    given_up = play(job, [lost(job, 0), lost(job, 2), lost(job, 1)]).job
+    assert book(given_up).given_up is not None
+    late = decide(given_up, ready(job, 0, life=2), NOW)
+    assert (late.job, commands(late)) == (given_up, [])
+
+
 def test_the_attempt_ends_well_without_a_replica_that_did_not_return() -> None:
     job = training()
     left = play(job, [lost(job, 1), vote(job, STEPS, 0), linked(job, STEPS)]).job

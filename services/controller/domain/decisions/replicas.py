@@ -44,7 +44,7 @@ def on_ready(fact: ReplicaReady, draft: Draft) -> None:
     attempt, book = _known(draft)
     if attempt is None or book is None or book.lives.get(fact.replica) != fact.life:
         return
-    if fact.replica in book.stores:
+    if fact.replica in book.stores or book.given_up is not None:
         return
     stores = {**book.stores, fact.replica: fact.store}
     if book.epoch == 0:
