@@ -224,3 +224,28 @@ def test_a_lost_node_takes_its_replicas_along(node: str, *, goes_on: bool) -> No
     if goes_on:
         assert (OTHER, ReturnReplica) not in sent
         assert book(after.job).members == (0, 1)
+
+
+def test_a_node_whose_first_replica_ends_the_attempt_is_lost_with_all_of_them() -> None:
+    """Of those that are left one may have no store: were the next epoch begun, the loss would never be heeded."""
+    job = new_job(
+        resources={"ranks": 4},
+        mesh={"dp_replicate": 4},
+        faults={"on_replica_loss": "continue", "max_restarts": 0},
+    )
+    seats = tuple(
+        RankPlacement(
+            rank=rank, node_id=OTHER if rank in {1, 2} else NODE, local_rank=rank % 2, device="cpu"
+        )
+        for rank in range(4)
+    )
+    plan = GangPlan(device_type="cpu", sharding=default_plan.shard(job.spec), ranks=seats)
+    on_two = GangPlaced(plan, {NODE: "life-1", OTHER: "life-1"})
+    job = play(job, [on_two, *(ready(job, n) for n in range(4)), progressed(job)]).job
+    for life in range(1, MOST_LOSSES):
+        gone = lost(job, 1, life).model_copy(update={"node_id": OTHER})
+        job = play(job, [gone, ready(job, 1, life + 1, OTHER)]).job
+    job = play(job, [lost(job, 0)]).job
+    after = decide(job, NodeLost(OTHER, "its lease ended"), NOW).job
+    assert "3 times" in (book(after).given_up or "")
+    assert after.attempts[-1].lost_nodes == (OTHER,)

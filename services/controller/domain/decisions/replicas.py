@@ -156,7 +156,7 @@ def idle_nodes(draft: Draft) -> tuple[str, ...]:
 
 def _lose(draft: Draft, replica: int, why: str) -> None:
     attempt, book = _known(draft)
-    if attempt is None or book is None:
+    if attempt is None or book is None or book.given_up is not None:
         return
     left = tuple(member for member in book.members if member != replica)
     losses = (*book.losses, (replica, draft.now_ms))[-_LOSSES_KEPT:]
