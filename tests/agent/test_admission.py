@@ -2,6 +2,7 @@
 
 import base64
 import contextlib
+import faulthandler
 import json
 import os
 import sys
@@ -140,6 +141,20 @@ def test_a_mask_covers_a_value_within_a_text_with_other_quotes(value: str, besid
         for said in (written, json.dumps(written)):
             assert "key" not in mask.text(said)
             assert "[secret KEY]" in mask.text(said)
+
+
+def test_a_mask_covers_a_value_as_the_stacks_of_python_write_it(tmp_path: Path) -> None:
+    """They escape letters beyond ASCII alone, which is neither what ``repr`` nor what ``ascii`` makes of a value."""
+    value = "a\\naïve-'key'"
+    with (tmp_path / "stacks").open("w+") as stacks:
+        code = compile("write(stacks)", value, "exec")
+        exec(code, {"write": faulthandler.dump_traceback, "stacks": stacks})  # noqa: S102 ours
+        stacks.seek(0)
+        said = stacks.read()
+    masked = Mask({"KEY": value}).text(said)
+    assert "ve-'key'" in said
+    assert "ve-'key'" not in masked
+    assert '"[secret KEY]", line 1 in <module>' in masked
 
 
 @pytest.mark.timeout(60)

@@ -214,8 +214,10 @@ def _forms(value: str) -> Iterator[str]:
 def _in_repr(text: str) -> Iterator[str]:
     """What ``repr`` and ``ascii`` make of a text and of its bytes, alone and within others.
 
-    Which quotes they escape depends on the whole: an apostrophe, where a double quote stands beside it.
+    Which quotes they escape depends on the whole: an apostrophe, where a double quote stands beside it. Python's
+    stacks escape what is no ASCII, and no backslash or quote.
     """
+    yield text.encode("ascii", "backslashreplace").decode()
     for beside in ("", '"'):
         content = (text + beside).encode(errors="surrogateescape")
         end = -1 - len(beside)
