@@ -45,7 +45,14 @@ def test_all_faults_are_named_at_once(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "text", [f"pools: {'[' * 500}", "owner: 2001-13-01", "owner: !!bool x", "é"]
+    "text",
+    [
+        f"pools: {'[' * 500}",
+        "owner: 2001-13-01",
+        "owner: !!bool x",
+        f"%YAML 1.1\n---\nowner: 1{':59' * 200}.5",
+        "é",
+    ],
 )
 def test_a_text_that_yaml_cannot_be_read_from_is_refused_with_its_path(
     tmp_path: Path, text: str

@@ -272,8 +272,8 @@ def read_pools_file(path: Path) -> PoolsFile:
         said: object = YAML(typ="safe", pure=True).load(StringIO(path.read_text()))
     except OSError as error:
         raise PoolsFileError(f"{path}: {error.strerror}") from error
-    # Other than YAML says: no UTF-8, no such day, no value of its tag, or nested too deep.
-    except (YAMLError, ValueError, LookupError, RecursionError) as error:
+    # Other than YAML says: no UTF-8, no such day, no value of its tag, too large a number, or nested too deep.
+    except (YAMLError, ValueError, LookupError, ArithmeticError, RecursionError) as error:
         raise PoolsFileError(f"{path}: {' '.join(str(error).split())}") from error
     try:
         return PoolsFile.model_validate(said)
