@@ -47,16 +47,20 @@ class Office:
         self.server.nodes[NODE] = there.model_copy(update={"inventory": inventory})
         self.server.leases[NODE] = Lease("life-1", 5_000)
 
-    def new_leader(self) -> None:
-        """Another controller leads, which remembers nothing."""
-        self._planner = Planner(self.ports, 1, DRAWING)
+    def new_leader(self, *, part_s: float = 1.0) -> None:
+        """Another controller leads, which remembers nothing; ``part_s``: as the planner's."""
+        self._planner = Planner(self.ports, 1, DRAWING, part_s)
         self._reconciler = Reconciler(self.ports, 1)
 
     async def submits(self, **changes: object) -> str:
+        return await self.gets(ADA, **changes)
+
+    async def gets(self, actor: Actor, **changes: object) -> str:
+        """A job of anybody's."""
         self.now += 1
         small = {"model": {"factory": "decoder", "args": ARGS}, "plan": "auto"}
         spec = JobSpec.model_validate(job_body(**small) | changes)
-        return (await submit(self.ports, Submission(spec), ADA, ANYTHING, DRAWING)).id
+        return (await submit(self.ports, Submission(spec), actor, ANYTHING, DRAWING)).id
 
     async def plans(self) -> float:
         """The loop of plans looks; after how long it would again."""

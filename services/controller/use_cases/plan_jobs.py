@@ -3,8 +3,10 @@
 A job names the plan that is made for it, so whoever leads next goes on where this one stopped.
 """
 
+import asyncio
+import itertools
 from collections import Counter
-from collections.abc import Awaitable, Sequence
+from collections.abc import Awaitable, Iterator, Sequence
 from typing import Final
 
 import structlog
@@ -57,6 +59,8 @@ _REST_S: Final = 1.0
 # Whoever submits a job calls; calls can be missed.
 _REST_WITHOUT_ANY_S: Final = 5.0
 _REST_WHILE_PROBING_S: Final = 0.1
+# Jobs that come meanwhile are seen by the next look.
+_PART_S: Final = 1.0
 
 
 class Planner:
@@ -66,12 +70,16 @@ class Planner:
         ports: The world.
         epoch: The term.
         drawing: How plans are made.
+        part_s: After so long a look ends with the job of each owner that it is at; the next one goes on from there.
     """
 
-    def __init__(self, ports: Ports, epoch: int, drawing: Drawing) -> None:
+    def __init__(self, ports: Ports, epoch: int, drawing: Drawing, part_s: float = _PART_S) -> None:
         self._ports = ports
         self._epoch = epoch
         self._drawing = drawing
+        self._part_s = part_s
+        # Of each owner the job that was looked at last.
+        self._reached: dict[str, str] = {}
         self._paced: set[tuple[str, int]] = set()
 
     async def look(self) -> float:
@@ -82,21 +90,42 @@ class Planner:
         """
         active = [stored.job for stored in await self._ports.jobs.active()]
         waiting = [job for job in active if awaits_plan(job)]
-        named = [job for job in waiting if _plan_of(job) is not None]
-        nameless = [job for job in waiting if _plan_of(job) is None]
-        if nameless:
-            # Read once for all of them, and before searches that take their time.
-            usages = await current_usages(self._ports)
-            waits = Counter(job.owner for job in named)
-            for job in nameless:
-                if waits[job.owner] < keys.PLANS_PROBING:
+        waits = Counter(job.owner for job in waiting if _plan_of(job) is not None)
+        named = waits.total()
+        nameless = len(waiting) - named
+        # Read once for all of them, and before searches that take their time.
+        usages = await current_usages(self._ports) if nameless else ()
+        clock = asyncio.get_running_loop().time
+        ends = clock() + self._part_s
+        for each_owners in self._rounds(waiting):
+            for job in each_owners:
+                self._reached[job.owner] = job.id
+                if _plan_of(job) is not None:
+                    await self._advance(job, self._next(job))
+                elif waits[job.owner] < keys.PLANS_PROBING:
                     await self._advance(job, self._ask(job, usages, waits))
-        for job in named:
-            await self._advance(job, self._next(job))
+            if clock() >= ends:
+                break
         awaits_pace = await self._keep_paces(active)
         if named:
             return _REST_WHILE_PROBING_S
         return _REST_S if nameless or awaits_pace else _REST_WITHOUT_ANY_S
+
+    def _rounds(self, waiting: Sequence[Job]) -> Iterator[Sequence[Job]]:
+        """The jobs in rounds of one of each owner, each owner's from behind the one that was reached last.
+
+        Thousands of one owner take minutes, a plan that is searched for tens of seconds: others' must not wait for all of those.
+        """
+        owners: dict[str, list[Job]] = {}
+        for job in waiting:
+            owners.setdefault(job.owner, []).append(job)
+        self._reached = {name: self._reached.get(name, "") for name in owners}
+        turned = (
+            sorted(jobs, key=lambda job: (job.id <= self._reached[job.owner], job.id))
+            for jobs in owners.values()
+        )
+        for each_owners in itertools.zip_longest(*turned):
+            yield [job for job in each_owners if job is not None]
 
     async def _keep_paces(self, active: Sequence[Job]) -> bool:
         """What the first steps of attempts took, once each: later plans of the model use it.
