@@ -117,6 +117,28 @@ def test_a_node_that_joins_while_it_is_judged_is_not_lost() -> None:
     assert server.nodes[NODE] == joined
 
 
+def test_a_job_that_changes_while_a_look_takes_seconds_does_not_show_a_clock_that_was_set_back() -> (
+    None
+):
+    clock = NOW
+    server = MemoryServer(now_ms=lambda: clock, epoch=1)
+    server.nodes[NODE] = node()
+    ports = memory_ports(server)
+
+    class ChangesMeanwhile(MemoryNodes):
+        async def leases(self, node_ids: Iterable[str]) -> dict[str, Lease]:
+            nonlocal clock
+            clock += 6_000
+            changed = running().model_copy(update={"updated_ms": clock})
+            server.jobs[changed.id] = Stored(changed, 1)
+            return {name: Lease("life-1", 5_000) for name in node_ids}
+
+    reconciler = Reconciler(dataclasses.replace(ports, nodes=ChangesMeanwhile(server)), 1)
+    asyncio.run(reconciler.look())
+    (stored,) = server.jobs.values()
+    assert (stored.version, stored.job.updated_ms) == (1, clock)
+
+
 LONGEST_WAIT_MS = BACKOFF_MS[-1]
 SLACK_MS = 5_000
 LOOK_MS = 1_000

@@ -112,7 +112,7 @@ class Planner:
         return _REST_S if nameless or awaits_pace else _REST_WITHOUT_ANY_S
 
     def _rounds(self, waiting: Sequence[Job]) -> Iterator[Sequence[Job]]:
-        """The jobs in rounds of one of each owner, each owner's from behind the one that was reached last.
+        """The jobs in rounds of one of each owner, each owner's from behind the one that was reached last; who has few goes first.
 
         Thousands of one owner take minutes, a plan that is searched for tens of seconds: others' must not wait for all of those.
         """
@@ -122,7 +122,7 @@ class Planner:
         self._reached = {name: self._reached.get(name, "") for name in owners}
         turned = (
             sorted(jobs, key=lambda job: (job.id <= self._reached[job.owner], job.id))
-            for jobs in owners.values()
+            for jobs in sorted(owners.values(), key=len)
         )
         for each_owners in itertools.zip_longest(*turned):
             yield [job for job in each_owners if job is not None]

@@ -101,6 +101,9 @@ class Reconciler:
         known, leases = await self._judge_nodes(healthy_ms, now_ms)
         reservations = await reservations_now(self._ports)
         jobs = [stored.job for stored in await self._ports.jobs.active()]
+        if any(job.rewound(now_ms) is not job for job in jobs):
+            # It may have taken seconds to read thousands of jobs, some of which changed meanwhile.
+            now_ms = await self._ports.clock.now_ms()
         jobs = [
             await self._set_back(job, now_ms) if job.rewound(now_ms) is not job else job
             for job in jobs
