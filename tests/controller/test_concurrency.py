@@ -32,7 +32,7 @@ from services.controller.domain.errors import (
     TooManyUploadsError,
 )
 from services.controller.ports.jobs import JobStore, Stored
-from services.controller.use_cases import listing, plan_list
+from services.controller.use_cases import event_feed, listing, plan_list
 from tests.controller.conftest import ControlPlane, open_plane
 from tests.controller.histories import NOW, new_job
 from tests.controller.test_plan_api import body, join
@@ -148,6 +148,17 @@ def test_who_looks_through_many_plans_gives_way_after_each_part(
         with _given_ways(monkeypatch) as given:
             plane.get("/v1/plans")
     assert len(given) == 3
+
+
+def test_who_looks_through_many_events_gives_way_after_each_part(
+    plane: ControlPlane, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for _ in range(6):
+        plane.submit()
+    monkeypatch.setattr(event_feed, "_CHUNK", 3)
+    with _given_ways(monkeypatch) as given:
+        plane.get("/v1/events?owner=nobody")
+    assert len(given) == 2
 
 
 @contextmanager

@@ -9,7 +9,7 @@ from pydantic import ValidationError
 
 from services.contract.api.views import EventPage, EventView
 from services.contract.redis.redis_keys import EVENT_FEED
-from services.contract.system.long_work import in_turns
+from services.contract.system.long_work import GiveWay, at_once, in_turns
 from services.controller.ports.coordination import Ports
 from services.controller.ports.event_feed import FeedEntry
 from services.controller.ports.jobs import EventRecord
@@ -56,9 +56,15 @@ def _is_of(kind: str, wanted: str) -> bool:
 
 
 async def page_of_feed(
-    ports: Ports, wanted: EventFilter, after: str | None, limit: int
+    ports: Ports,
+    wanted: EventFilter,
+    after: str | None,
+    limit: int,
+    give_way: GiveWay = at_once,
 ) -> EventPage:
     """Events of all jobs behind ``after``, oldest first.
+
+    ``give_way`` is called after each few hundred: to look through all of them, and their jobs' summaries, takes seconds.
 
     Raises:
         CursorExpiredError: They may have been trimmed.
@@ -70,6 +76,7 @@ async def page_of_feed(
         if len(entries) < _CHUNK:
             break
         after = entries[-1].id
+        await give_way()
     items = tuple(found[:limit])
     return EventPage(items=items, next_cursor=items[-1].id if len(found) > limit else None)
 

@@ -70,6 +70,6 @@ async def all_events(  # noqa: PLR0913 one parameter a filter
         entries = use_cases.follow_feed(context.ports, wanted, after, replay=replay, turn=turn)
         viewer = viewer_of(context, asks)
         return await sse.stream(entries, context.stopping, context.streams, viewer)
-    async with context.turns.of(asks.subject):
-        page = await use_cases.page_of_feed(context.ports, wanted, after, limit)
+    async with context.turns.in_parts(asks.subject) as give_way:
+        page = await use_cases.page_of_feed(context.ports, wanted, after, limit, give_way)
     return await answer_page(request, page, headers=next_link(request, page.next_cursor))
