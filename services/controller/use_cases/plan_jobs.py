@@ -4,7 +4,6 @@ A job names the plan that is made for it, so whoever leads next goes on where th
 """
 
 import asyncio
-import itertools
 from collections import Counter
 from collections.abc import Awaitable, Iterator, Sequence
 from typing import Final
@@ -70,7 +69,7 @@ class Planner:
         ports: The world.
         epoch: The term.
         drawing: How plans are made.
-        part_s: After so long a look ends with the job of each owner that it is at; the next one goes on from there.
+        part_s: After so long a look ends once each owner has had a turn; the next one goes on from there.
     """
 
     def __init__(self, ports: Ports, epoch: int, drawing: Drawing, part_s: float = _PART_S) -> None:
@@ -97,13 +96,12 @@ class Planner:
         usages = await current_usages(self._ports) if nameless else ()
         clock = asyncio.get_running_loop().time
         ends = clock() + self._part_s
-        for each_owners in self._rounds(waiting):
-            for job in each_owners:
-                self._reached[job.owner] = job.id
-                if _plan_of(job) is not None:
-                    await self._advance(job, self._next(job))
-                elif waits[job.owner] < keys.PLANS_PROBING:
-                    await self._advance(job, self._ask(job, usages, waits))
+        queues = self._queues(waiting)
+        share_s = self._part_s / max(len(queues), 1)
+        while queues:
+            queues = [
+                jobs for jobs in queues if await self._take_turn(jobs, usages, waits, share_s)
+            ]
             if clock() >= ends:
                 break
         awaits_pace = await self._keep_paces(active)
@@ -111,8 +109,8 @@ class Planner:
             return _REST_WHILE_PROBING_S
         return _REST_S if nameless or awaits_pace else _REST_WITHOUT_ANY_S
 
-    def _rounds(self, waiting: Sequence[Job]) -> Iterator[Sequence[Job]]:
-        """The jobs in rounds of one of each owner, each owner's from behind the one that was reached last; who has few goes first.
+    def _queues(self, waiting: Sequence[Job]) -> list[Iterator[Job]]:
+        """Each owner's jobs, from behind the one that was reached last; who has few goes first.
 
         Thousands of one owner take minutes, a plan that is searched for tens of seconds: others' must not wait for all of those.
         """
@@ -120,12 +118,36 @@ class Planner:
         for job in waiting:
             owners.setdefault(job.owner, []).append(job)
         self._reached = {name: self._reached.get(name, "") for name in owners}
-        turned = (
-            sorted(jobs, key=lambda job: (job.id <= self._reached[job.owner], job.id))
+        return [
+            iter(sorted(jobs, key=lambda job: (job.id <= self._reached[job.owner], job.id)))
             for jobs in sorted(owners.values(), key=len)
-        )
-        for each_owners in itertools.zip_longest(*turned):
-            yield [job for job in each_owners if job is not None]
+        ]
+
+    async def _take_turn(
+        self,
+        jobs: Iterator[Job],
+        usages: tuple[NodeUsage, ...],
+        waits: Counter[str],
+        share_s: float,
+    ) -> bool:
+        """Look at an owner's jobs until something happens to one, or for ``share_s``; answers whether there may be more.
+
+        Most of many wait for a profile, or until they may ask for one. Were a turn of each of them over, one whose profile
+        is there would wait for as many of the others' searches.
+        """
+        clock = asyncio.get_running_loop().time
+        ends = clock() + share_s
+        for job in jobs:
+            self._reached[job.owner] = job.id
+            if _plan_of(job) is not None:
+                is_done = await self._advance(job, self._next(job))
+            elif waits[job.owner] < keys.PLANS_PROBING:
+                is_done = await self._advance(job, self._ask(job, usages, waits))
+            else:
+                continue
+            if is_done or clock() >= ends:
+                return True
+        return False
 
     async def _keep_paces(self, active: Sequence[Job]) -> bool:
         """What the first steps of attempts took, once each: later plans of the model use it.
@@ -150,7 +172,8 @@ class Planner:
                 await self._ports.plans.keep_pace(probe_id, pace)
         return any((job.id, job.fence) not in self._paced for job in new)
 
-    async def _advance(self, job: Job, found: Awaitable[JobEvent | None]) -> None:
+    async def _advance(self, job: Job, found: Awaitable[JobEvent | None]) -> bool:
+        """Whether it is further now than before."""
         try:
             event = await found
             if event is not None:
@@ -158,11 +181,13 @@ class Planner:
                 happened = [Occurrence(event, now_ms)]
                 await apply_events(self._ports, job.id, happened, _ACTOR, self._epoch)
         except (StaleWriteError, NotFoundError, RecordUnreadableError):
-            return  # it is looked at again soon, as it is then
+            return False  # it is looked at again soon, as it is then
         except (StoreUnavailableError, DeposedError):
             raise
         except Exception:  # noqa: BLE001 one job that trips us up must not stop all others
             _log.exception("job_not_planned", job_id=job.id)
+            return False
+        return event is not None and not isinstance(event, PlacementDelayed)
 
     async def _next(self, job: Job) -> JobEvent | None:
         """What happens to the job now, if anything."""
