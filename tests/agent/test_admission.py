@@ -143,9 +143,9 @@ def test_a_mask_covers_a_value_within_a_text_with_other_quotes(value: str, besid
             assert "[secret KEY]" in mask.text(said)
 
 
-def test_a_mask_covers_a_value_as_the_stacks_of_python_write_it(tmp_path: Path) -> None:
-    """They escape letters beyond ASCII alone, which is neither what ``repr`` nor what ``ascii`` makes of a value."""
-    value = "a\\naïve-'key'"
+@pytest.mark.parametrize("value", ["a\\naïve-'key'", "a\tnaive-'key'"])
+def test_a_mask_covers_a_value_as_the_stacks_of_python_write_it(tmp_path: Path, value: str) -> None:
+    """They escape letters beyond ASCII, and what cannot be seen, which no other form of a value does."""
     with (tmp_path / "stacks").open("w+") as stacks:
         code = compile("write(stacks)", value, "exec")
         exec(code, {"write": faulthandler.dump_traceback, "stacks": stacks})  # noqa: S102 ours

@@ -28,6 +28,8 @@ _BEHIND_CUTS: Final = ("Fatal Python error: ", "Current thread 0x", "Thread 0x",
 _MOST_LOOKED_AT: Final = 1 << 15
 # Half of a surrogate pair, which neither JSON nor a secret has.
 _BETWEEN: Final = "\ud800"
+# As faulthandler writes what cannot be seen.
+_UNSEEN: Final = {code: f"\\x{code:02x}" for code in (*range(0x20), 0x7F)}
 _Found = tuple[int, int, str]
 
 
@@ -215,9 +217,9 @@ def _in_repr(text: str) -> Iterator[str]:
     """What ``repr`` and ``ascii`` make of a text and of its bytes, alone and within others.
 
     Which quotes they escape depends on the whole: an apostrophe, where a double quote stands beside it. Python's
-    stacks escape what is no ASCII, and no backslash or quote.
+    stacks escape what is no ASCII, and what cannot be seen, a tab too, and no backslash or quote.
     """
-    yield text.encode("ascii", "backslashreplace").decode()
+    yield text.encode("ascii", "backslashreplace").decode().translate(_UNSEEN)
     for beside in ("", '"'):
         content = (text + beside).encode(errors="surrogateescape")
         end = -1 - len(beside)
