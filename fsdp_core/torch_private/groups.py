@@ -54,7 +54,7 @@ def group_of_members(ranks: Sequence[int], purpose: str) -> dist.ProcessGroup:
         ranks,
         dist.Backend(backend),
         store,
-        c10d.GroupName(f"{kind}/{made[kind]}"),
+        cast("Any", f"{kind}/{made[kind]}"),  # text to all versions; newer ones have a type for it
         timeout=c10d._get_default_timeout(dist.Backend(backend)),
         device_id=world.bound_device_id,
         group_desc=purpose,
