@@ -9,38 +9,40 @@ T = TypeVar("T")
 
 
 class ForwardOrder:
-    """Predicts the order of pre-forwards from the previous pass.
+    """Predicts the order of pre-forwards from the previous pass that the same unit opened.
 
-    Prefetching by a wrong guess costs one all-gather and is never an error, and every rank
-    guesses alike, because every rank saw the same passes. After the first unit that differs
-    from the previous pass nothing more is predicted in this pass.
+    Prefetching by a wrong guess costs one all-gather and is never an error as long as every rank
+    guesses alike. Passes of the root are the same on all ranks. Those of a unit that runs alone need
+    not be: what it needs may be there already, or come from fewer ranks. So they must not change what
+    is guessed for the root's. After the first unit that differs from the previous pass nothing more
+    is predicted in this pass.
     """
 
     def __init__(self) -> None:
-        self._previous: tuple[int, ...] = ()
+        self._previous_of: dict[int, tuple[int, ...]] = {}
+        self._opener = 0
         self._current: list[int] = []
         self._on_track = True
 
-    def begin(self) -> None:
-        """Starts a pass."""
+    def begin(self, opener: int) -> None:
+        """Starts a pass, which begins with unit `opener`."""
+        self._opener = opener
         self._current = []
         self._on_track = True
 
     def enter(self, unit: int) -> int | None:
         """Notes that `unit` starts forward; returns the unit to prefetch, if one is predicted."""
-        position = len(self._current)
+        previous, position = self._previous_of.get(self._opener, ()), len(self._current)
         self._current.append(unit)
-        self._on_track = (
-            self._on_track and position < len(self._previous) and self._previous[position] == unit
-        )
+        self._on_track = self._on_track and position < len(previous) and previous[position] == unit
         following = position + 1
-        if not self._on_track or following >= len(self._previous):
+        if not self._on_track or following >= len(previous):
             return None
-        return self._previous[following]
+        return previous[following]
 
     def end(self) -> None:
-        """Ends a pass; it is what the next one is predicted from."""
-        self._previous = tuple(self._current)
+        """Ends a pass; it is what the opener's next one is predicted from."""
+        self._previous_of[self._opener] = tuple(self._current)
 
 
 class BackwardOrder:

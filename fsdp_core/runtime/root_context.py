@@ -75,7 +75,7 @@ class RootContext:
         shared: Where it communicates, perhaps with other roots.
         is_solo: Whether no root has been determined yet.
         backward_order: Post-forwards of this iteration.
-        forward_order: Pre-forwards of this and the previous iteration.
+        forward_order: Pre-forwards of this pass and of those before.
     """
 
     def __init__(
@@ -152,7 +152,7 @@ class RootContext:
             self._follow_optimizer()
         if not self.in_backward:
             self._forward_thread = weakref.ref(threading.current_thread())
-            self.forward_order.begin()
+            self.forward_order.begin(self.units.index(unit))
             self._expects_backward = torch.is_grad_enabled()
         return True
 

@@ -24,7 +24,7 @@ from fsdp_core.comm import DefaultAllGather, desync
 from fsdp_core.errors import DesyncError
 from tests.engine.gang import Gang, Gangs, RankContext
 from tests.engine.test_chunked_loss import WIDTH, Headless
-from tests.engine.versus import Engine, ours, theirs
+from tests.engine.versus import Engine, engines, ours, theirs
 from tests.engine.ways.run import Raising
 
 pytestmark = pytest.mark.ranks
@@ -222,6 +222,33 @@ def check_unstarted(ctx: RankContext) -> str:
     with pytest.raises(DesyncError) as caught:
         train(model, ["first", "twin"])
     return str(caught.value)
+
+
+def test_a_rank_may_run_a_unit_that_it_has_whole_alone(gangs: Gangs) -> None:
+    """What is gathered ahead afterwards is the same on all ranks, also if it turns out to be of no use."""
+    gangs(2).run(check_one_alone)
+
+
+def check_one_alone(ctx: RankContext) -> None:
+    traces = []
+    for engine in engines():
+        torch.manual_seed(5)
+        model: Any = Choosing().to(ctx.device)
+        for unit in (model.first, model.twin, model.other, model):
+            engine.shard(unit, mesh=ctx.mesh, reshard_after_forward=unit is not model.other)
+        model.other.set_reshard_after_backward(False)
+        losses = []
+        for step, chosen in enumerate((["first", "twin", "other"], ["first", "other"])):
+            if step == 1 and ctx.rank == 0:
+                with torch.no_grad():
+                    model.other(ctx.batch(9, 2, 4))
+            loss = model(ctx.batch(step, 2, 4), chosen)
+            loss.backward()
+            losses.append(loss.detach())
+        grads = [p.grad.to_local() for p in model.parameters() if p.grad is not None]
+        traces.append([*losses, *grads])
+    assert len(traces[0]) == len(traces[1])
+    assert all(map(torch.equal, *traces))
 
 
 def test_a_slow_rank_is_waited_for_and_named() -> None:

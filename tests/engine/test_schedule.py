@@ -11,7 +11,7 @@ passes = st.lists(st.integers(0, 5), max_size=8)
 
 
 def run(order: ForwardOrder, units: list[int]) -> list[int | None]:
-    order.begin()
+    order.begin(units[0] if units else 0)
     predicted = [order.enter(unit) for unit in units]
     order.end()
     return predicted
@@ -29,6 +29,13 @@ def test_a_pass_that_deviates_is_not_guessed_at_again() -> None:
     run(order, [0, 1, 2, 3])
     assert run(order, [0, 2, 2, 3]) == [1, None, None, None]
     assert run(order, [0, 2, 2, 3]) == [2, 2, 3, None]
+
+
+def test_a_unit_that_runs_alone_does_not_change_what_is_predicted_of_the_root() -> None:
+    order = ForwardOrder()
+    run(order, [0, 1, 2])
+    run(order, [2])
+    assert run(order, [0, 1, 2]) == [1, 2, None]
 
 
 @given(passes)

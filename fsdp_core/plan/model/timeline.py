@@ -92,7 +92,7 @@ class Timeline:
             self._hold(unit)
             if self._opener is None:
                 self._opener = unit
-                self._forward.begin()
+                self._forward.begin(unit.share.index)
         self._make_whole(unit)
         if is_first:
             predicted = self._forward.enter(unit.share.index)
