@@ -11,11 +11,11 @@ T = TypeVar("T")
 class ForwardOrder:
     """Predicts the order of pre-forwards from the previous pass that the same unit opened.
 
-    Prefetching by a wrong guess costs one all-gather and is never an error as long as every rank
-    guesses alike. Passes of the root are the same on all ranks. Those of a unit that runs alone need
-    not be: what it needs may be there already, or come from fewer ranks. So they must not change what
-    is guessed for the root's. After the first unit that differs from the previous pass nothing more
-    is predicted in this pass.
+    Prefetching by a wrong guess costs one all-gather and is no error as long as every rank guesses
+    alike. Passes of the root are the same on all ranks. Those of a unit that runs alone need not be:
+    what it needs may be there already, or come from fewer ranks. So they must not change what is
+    guessed for the root's. After the first unit that differs from the previous pass nothing more is
+    predicted in this pass.
     """
 
     def __init__(self) -> None:

@@ -24,8 +24,8 @@ def default_store() -> Store:
     return dist.distributed_c10d._get_default_store()
 
 
-# How many groups of a purpose and of some ranks each world has made. Never fewer: what the ranks of a
-# group that has ended wrote into the world's store is there still, and one of its name would read it.
+# How many groups of a purpose and of some ranks each world has made, ended ones included: what their ranks
+# wrote into the world's store stays there, and a group of the same name would read it.
 _made: Final[WeakKeyDictionary[dist.ProcessGroup, Counter[str]]] = WeakKeyDictionary()
 
 
@@ -34,12 +34,12 @@ def group_of_members(ranks: Sequence[int], purpose: str) -> dist.ProcessGroup:
 
     ``new_group(use_local_synchronization=True)`` does so, too, but names it by how many groups a rank has
     by then. Members that have different numbers, as after one made a group for itself, meet under different
-    names: each waits for the others until the time-out, of half an hour. The name here is of what all
+    names: each waits for the others until the time-out, of half an hour. The name here is made of what all
     members know alike.
 
     Args:
         ranks: The members, as ranks of the world, in the order that they have in the group.
-        purpose: What PyTorch describes the group with.
+        purpose: Its description, and a part of its name.
     """
     c10d = dist.distributed_c10d
     world = c10d._get_default_group()

@@ -1,6 +1,7 @@
 """A controller that plans jobs, on virtual time, and a node that a test speaks for."""
 
 import asyncio
+import math
 from collections.abc import Awaitable, Callable
 
 from services.contract.jobs.specs import JobSpec
@@ -47,8 +48,11 @@ class Office:
         self.server.nodes[NODE] = there.model_copy(update={"inventory": inventory})
         self.server.leases[NODE] = Lease("life-1", 5_000)
 
-    def new_leader(self, *, part_s: float = 1.0) -> None:
-        """Another controller leads, which remembers nothing; ``part_s``: as the planner's."""
+    def new_leader(self, *, part_s: float = math.inf) -> None:
+        """Another controller leads, which remembers nothing.
+
+        ``part_s``: as the planner's; without an end, so that no look depends on how fast this machine is.
+        """
         self._planner = Planner(self.ports, 1, DRAWING, part_s)
         self._reconciler = Reconciler(self.ports, 1)
 
