@@ -9,13 +9,13 @@ T = TypeVar("T")
 
 
 class ForwardOrder:
-    """Predicts the order of pre-forwards from the previous pass that the same unit opened.
+    """Predicts what is gathered next from the previous pass that the same unit opened.
 
     Prefetching by a wrong guess costs one all-gather and is no error as long as every rank guesses
-    alike. Passes of the root are the same on all ranks. Those of a unit that runs alone need not be:
-    what it needs may be there already, or come from fewer ranks. So they must not change what is
-    guessed for the root's. After the first unit that differs from the previous pass nothing more is
-    predicted in this pass.
+    alike. So a pass consists of its opener and of the gathers in which the opener's ranks, all of
+    them, take part. What some ranks run by themselves must not change what is guessed: a unit that
+    is there already or comes from fewer ranks, within the root's pass or as a pass of its own. After
+    the first unit that differs from the previous pass nothing more is predicted in this pass.
     """
 
     def __init__(self) -> None:
@@ -31,7 +31,7 @@ class ForwardOrder:
         self._on_track = True
 
     def enter(self, unit: int) -> int | None:
-        """Notes that `unit` starts forward; returns the unit to prefetch, if one is predicted."""
+        """Notes that `unit` is gathered, or opens; returns the unit to prefetch, if one is predicted."""
         previous, position = self._previous_of.get(self._opener, ()), len(self._current)
         self._current.append(unit)
         self._on_track = self._on_track and position < len(previous) and previous[position] == unit
@@ -41,8 +41,12 @@ class ForwardOrder:
         return previous[following]
 
     def end(self) -> None:
-        """Ends a pass; it is what the opener's next one is predicted from."""
-        self._previous_of[self._opener] = tuple(self._current)
+        """Ends a pass; it is what the opener's next one is predicted from, if anything was gathered.
+
+        Nothing is where an earlier pass left all units whole, as between passes that accumulate gradients.
+        """
+        if len(self._current) > 1:
+            self._previous_of[self._opener] = tuple(self._current)
 
 
 class BackwardOrder:

@@ -44,6 +44,13 @@ class Axis:
     size: int
     rank: int
 
+    @property
+    def ranks(self) -> frozenset[int]:
+        """Global ranks along the axis, this one included."""
+        return frozenset(
+            [dist.get_rank()] if self.group is None else dist.get_process_group_ranks(self.group)
+        )
+
     @classmethod
     def alone(cls, name: str) -> Axis:
         """The axis that a mesh lacks: one rank, nothing to communicate."""

@@ -143,6 +143,7 @@ class FSDPState(ShardedUnit):
                 args, kwargs = self._casting.to_device((args, kwargs), copies)
         args, kwargs = self._casting.inputs((args, kwargs), copies)
         with self.tracer.phase("pre_forward"):
+            was_whole = self._params.are_whole
             self.prefetch_in_forward()
             self.finish_unshard()
             if is_first:
@@ -150,7 +151,9 @@ class FSDPState(ShardedUnit):
                 # gradients in the order in which the model used it.
                 if self._params.are_any:
                     args, kwargs = call_after_backward((args, kwargs), self._post_backward, copies)
-                self.context.prefetch_forward(self._index, self.prefetch_after_forward)
+                self.context.prefetch_forward(
+                    self._index, self.prefetch_after_forward, was_whole=was_whole
+                )
             # What comes next is on its way, and overlaps the copies out.
             self.context.comm.let_go_gathered()
         copies.watch(containers_in((args, *kwargs.values())))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import threading
 import weakref
 from collections.abc import Callable, Iterable, Sequence
@@ -31,6 +32,10 @@ class Unit(Ends, Protocol):
     @property
     def tracer(self) -> UnitTracer:
         """Names its phases."""
+
+    @property
+    def gathering_ranks(self) -> frozenset[int]:
+        """Ranks that take part in its gathers; none without parameters."""
 
     def prefetch_in_forward(self) -> None:
         """Starts the gather that the unit's next forward needs."""
@@ -75,7 +80,7 @@ class RootContext:
         shared: Where it communicates, perhaps with other roots.
         is_solo: Whether no root has been determined yet.
         backward_order: Post-forwards of this iteration.
-        forward_order: Pre-forwards of this pass and of those before.
+        forward_order: Units that all ranks of this pass's opener gathered, and those of passes before.
     """
 
     def __init__(
@@ -88,6 +93,7 @@ class RootContext:
         self.forward_order = ForwardOrder()
         self.shared = shared
         self._forward_root: Unit | None = None
+        self._ranks_of_pass = 0
         self._forward_thread: weakref.ref[threading.Thread] | None = None
         self._expects_backward = True
         self._end: weakref.ref[_EndOfBackward] | None = None
@@ -152,9 +158,17 @@ class RootContext:
             self._follow_optimizer()
         if not self.in_backward:
             self._forward_thread = weakref.ref(threading.current_thread())
-            self.forward_order.begin(self.units.index(unit))
+            index = self.units.index(unit)
+            self.forward_order.begin(index)
+            self._ranks_of_pass = next(filter(None, self._numbers_of_ranks[index:]), 0)
             self._expects_backward = torch.is_grad_enabled()
         return True
+
+    @functools.cached_property
+    def _numbers_of_ranks(self) -> tuple[int, ...]:
+        """For each unit a number, the same for those that the same ranks gather; 0 without parameters."""
+        numbers: dict[frozenset[int], int] = {frozenset(): 0}
+        return tuple(numbers.setdefault(unit.gathering_ranks, len(numbers)) for unit in self.units)
 
     def has_opened(self, unit: Unit) -> bool:
         """Whether a pass is open that `unit` opened."""
@@ -170,14 +184,23 @@ class RootContext:
             else:
                 streams.wait_event(stream, cast("Event", event))
 
-    def prefetch_forward(self, index: int, chosen: Sequence[Unit]) -> None:
+    def prefetch_forward(self, index: int, chosen: Sequence[Unit], *, was_whole: bool) -> None:
         """Starts gathers for the units that follow unit `index`: the `chosen`, else the predicted one.
 
-        Recomputation in backward follows no forward order and prefetches nothing.
+        Recomputation in backward follows no forward order and prefetches nothing. Neither does a unit
+        that its ranks may run without the others: see `ForwardOrder`.
+
+        Args:
+            index: The unit whose forward starts.
+            chosen: What the user has it prefetch.
+            was_whole: Whether it needed no gather.
         """
         if self.in_backward:
             return
-        predicted = self.forward_order.enter(index)
+        is_gathered_alike = not was_whole and self._numbers_of_ranks[index] == self._ranks_of_pass
+        predicted = None
+        if is_gathered_alike or self.has_opened(self.units[index]):
+            predicted = self.forward_order.enter(index)
         targets = chosen or ([] if predicted is None else [self.units[predicted]])
         for target in targets:
             with target.tracer.span("forward_prefetch"):

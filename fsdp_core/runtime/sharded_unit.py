@@ -76,6 +76,11 @@ class ShardedUnit:
         """All parameters of the unit."""
         return self._params.all
 
+    @property
+    def gathering_ranks(self) -> frozenset[int]:
+        """Ranks that take part in its gathers; none without parameters."""
+        return self._params.gathering_ranks
+
     # -- The root
 
     def settle(self) -> None:

@@ -53,6 +53,16 @@ class UnitParams:
         return bool(self._used)
 
     @property
+    def are_whole(self) -> bool:
+        """Whether the unit can compute with them without a gather, not even one that is in flight."""
+        return all(group.is_unsharded for group in self._used)
+
+    @property
+    def gathering_ranks(self) -> frozenset[int]:
+        """All ranks that take part in its gathers, this one included; none without parameters."""
+        return frozenset().union(*(group.info.shard.ranks for group in self._used))
+
+    @property
     def are_owed(self) -> bool:
         """Whether other units went backward since gradients were taken, or still do.
 

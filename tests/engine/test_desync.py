@@ -251,6 +251,42 @@ def check_one_alone(ctx: RankContext) -> None:
     assert all(map(torch.equal, *traces))
 
 
+@pytest.mark.parametrize("by", ["pairs", "what is whole"])
+def test_ranks_may_run_a_unit_more_often_than_others_within_a_pass(gangs: Gangs, by: str) -> None:
+    """As chunks of what a rank has, or experts: what is gathered ahead is the same on all ranks."""
+    gangs(4).run(check_more_often, by)
+
+
+def check_more_often(ctx: RankContext, by: str) -> None:
+    traces = []
+    pairs = init_device_mesh(ctx.device.type, (2, 2), mesh_dim_names=("between", "within"))
+    for engine in engines():
+        torch.manual_seed(5)
+        model: Any = Choosing().to(ctx.device)
+        is_whole = by == "what is whole"
+        engine.shard(
+            model.other,
+            mesh=ctx.mesh if is_whole else pairs["within"],
+            reshard_after_forward=not is_whole,
+        )
+        for unit in (model.first, model.twin, model):
+            engine.shard(unit, mesh=ctx.mesh)
+        often = 2 if ctx.rank < 2 else 1
+        losses: list[torch.Tensor] = []
+        for chosen in (
+            ["first", *["other"] * often, "twin"],
+            ["first", "other"],
+            ["first", *["other"] * often, "twin"],
+        ):
+            loss = model(ctx.batch(len(losses), 2, 4), chosen)
+            loss.backward()
+            losses.append(loss.detach())
+        grads = [p.grad.to_local() for p in model.parameters() if p.grad is not None]
+        traces.append([*losses, *grads])
+    assert len(traces[0]) == len(traces[1])
+    assert all(map(torch.equal, *traces))
+
+
 def test_a_slow_rank_is_waited_for_and_named() -> None:
     gang = Gang(2, "cpu")
     gang.run(check_slow)

@@ -24,6 +24,13 @@ def test_a_repeated_pass_is_predicted_wholly(units: list[int]) -> None:
     assert run(order, units) == [*units[1:], None][: len(units)]
 
 
+def test_a_pass_that_gathers_nothing_is_not_predicted_from() -> None:
+    order = ForwardOrder()
+    run(order, [0, 1, 2])
+    assert run(order, [0]) == [1]
+    assert run(order, [0, 1, 2]) == [1, 2, None]
+
+
 def test_a_pass_that_deviates_is_not_guessed_at_again() -> None:
     order = ForwardOrder()
     run(order, [0, 1, 2, 3])

@@ -93,9 +93,12 @@ class Timeline:
             if self._opener is None:
                 self._opener = unit
                 self._forward.begin(unit.share.index)
+        was_whole = all(group.state == "whole" for group in unit.used)
         self._make_whole(unit)
         if is_first:
-            predicted = self._forward.enter(unit.share.index)
+            predicted = None
+            if not was_whole or unit is self._opener:
+                predicted = self._forward.enter(unit.share.index)
             for target in self._targets(unit.share.forward_prefetch, predicted):
                 self._issue_all(target)
                 self._prefetched.append(target)
