@@ -1,9 +1,13 @@
 """Who runs next: order, whole gangs, back-filling that delays nobody, preemption."""
 
+from collections.abc import Callable, Sequence
+
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from services.contract.api.views import StopRequest
+from services.contract.jobs import worlds
 from services.contract.jobs.plans import RankPlacement
 from services.contract.words.ids import new_job_id
 from services.contract.words.states import JobState
@@ -90,6 +94,27 @@ def test_priority_goes_first_then_age() -> None:
     assert list(found) == [urgent.id, old.id, young.id]
     assert placed(found[urgent.id]) == placed(found[old.id]) == "loom-1"
     assert set(waits(found[young.id]).blocked_by) == {old.id, urgent.id}
+
+
+def test_what_an_elastic_job_needs_is_worked_out_once_for_any_number_of_looks(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Two thousand of one owner with batches of their own had each look take seconds."""
+    asked: list[int] = []
+
+    def counted(number: int, found: Callable[[int], Sequence[int]] = worlds._divisors) -> object:
+        asked.append(number)
+        return found(number)
+
+    train = {"steps": 9, "global_batch": 0}
+    jobs = [
+        waiting(1, resources=up_to(64, 2), train=train | {"global_batch": 2 * number + 2000})
+        for number in range(1100)
+    ]
+    look(jobs, [node(slots=1)])
+    monkeypatch.setattr(worlds, "_divisors", counted)
+    assert len(look(jobs, [node(slots=1)])) == len(jobs)
+    assert asked == []
 
 
 def test_a_large_job_is_not_starved_by_small_ones_that_come_later() -> None:

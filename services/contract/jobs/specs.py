@@ -45,7 +45,7 @@ from services.contract.jobs.spec_parts import (
     SpecPart,
     TrainSpec,
 )
-from services.contract.jobs.worlds import Share, possible_worlds
+from services.contract.jobs.worlds import Share, fewest_ranks, possible_worlds
 
 MAX_SPEC_BYTES: Final = 65_536
 TOO_LARGE: Final = "spec_too_large"
@@ -244,6 +244,14 @@ class JobSpec(SpecPart):
         if bounds is None:
             return (self.resources.ranks,)
         return possible_worlds(self.share, bounds.min, bounds.max)
+
+    @property
+    def fewest_ranks(self) -> int:
+        """The first of `worlds`, which it needs."""
+        bounds = self.resources.world
+        if bounds is None:
+            return self.resources.ranks
+        return fewest_ranks(self.share, bounds.min, bounds.max)
 
     @model_validator(mode="after")
     def _some_world_is_possible(self) -> Self:

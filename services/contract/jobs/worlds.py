@@ -42,8 +42,19 @@ def possible_worlds(share: Share, least: int, most: int) -> Sequence[int]:
     )
 
 
-# Asked of each job that waits, of which there are thousands, each with a batch of its own: neither all numbers
-# of ranks nor all numbers below a root are tried.
+# Asked of each job that waits at each look of the scheduler: of more of them than may wait at a time.
+@functools.lru_cache(maxsize=1 << 15)
+def fewest_ranks(share: Share, least: int, most: int) -> int:
+    """The first of `possible_worlds`.
+
+    Raises:
+        ValueError: There is none.
+    """
+    return min(possible_worlds(share, least, most))
+
+
+# There are thousands of jobs, each with a batch of its own: neither all numbers of ranks nor all numbers below
+# a root are tried.
 @functools.lru_cache(maxsize=1024)
 def _divisors(number: int) -> Sequence[int]:
     """All of them, ascending."""

@@ -119,7 +119,7 @@ def _summary(plan: PlanView) -> PlanSummary:
         owner=plan.owner,
         created_at=plan.created_at,
         expires_at=plan.expires_at,
-        ranks=plan.spec.worlds[0],
+        ranks=plan.spec.fewest_ranks,
         device_type=plan.device_type,
         mesh=plan.mesh,
         micro_batch=plan.micro_batch,

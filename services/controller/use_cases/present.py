@@ -82,7 +82,7 @@ def job_view(
         evaluation=job.evaluations[-1] if job.evaluations else None,
         attempt=job.fence,
         restarts=job.restarts,
-        world_size=job.spec.worlds[0] if job.plan is None else job.plan.world_size,
+        world_size=job.spec.fewest_ranks if job.plan is None else job.plan.world_size,
         world=job.spec.resources.world,
         replicas=_replicas_view(job.attempts[-1].replicas) if job.attempts else None,
         plan=job.plan,

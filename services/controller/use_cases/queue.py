@@ -143,7 +143,7 @@ def _entry(position: int, job: Job, turn: Turn | None, coming: Sequence[Reservat
         name=job.spec.name,
         state=job.state,
         priority=job.spec.priority,
-        ranks=job.spec.worlds[0],
+        ranks=job.spec.fewest_ranks,
         world=job.spec.resources.world,
         device=job.spec.resources.device,
         reason=reason,

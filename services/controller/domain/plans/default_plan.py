@@ -61,7 +61,7 @@ def shard(spec: JobSpec, ranks: int | None = None) -> ShardingPlan:
     Raises:
         InvalidRequestError: The plan or the mesh cannot be; it names every fault.
     """
-    mesh = _mesh(spec, spec.worlds[0] if ranks is None else ranks)
+    mesh = _mesh(spec, spec.fewest_ranks if ranks is None else ranks)
     asked = said(spec)
     faults = _unknown_fields(asked)
     try:

@@ -38,7 +38,7 @@ def can_tell(job: Job) -> bool:
         job.state is JobState.RUNNING
         and job.attempt is not None
         and job.plan is not None
-        and job.plan.world_size == job.spec.worlds[0]
+        and job.plan.world_size == job.spec.fewest_ranks
         and found is not None
         and found.probe_id is not None
         and bool(found.step_time_s)

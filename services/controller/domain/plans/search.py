@@ -136,7 +136,7 @@ def work_out(study: Study) -> PlanOutcome:
     other slots do not use, and the plan says so.
     """
     found = _work_out(study)
-    alone = study.room.alone(study.spec.worlds[0])
+    alone = study.room.alone(study.spec.fewest_ranks)
     if found.feasible or alone == study.room:
         return found
     found = _work_out(replace(study, room=alone))
@@ -169,7 +169,7 @@ def _search(study: Study) -> LayoutAnswer:
     default = _default(study.spec, study.found.sequence_tokens, study.room.ranks_per_node)
     question = replace(question, default=default)
     answer = search_layout(profile, question)
-    best, ranks = answer.best, study.spec.worlds[0]
+    best, ranks = answer.best, study.spec.fewest_ranks
     if question.fixed.mesh is not None or best is None or best.plan.mesh.tp == 1:
         return answer
     seats = place(GangRequest.of(_with_mesh(study.spec, best), ranks), study.usages)
@@ -182,7 +182,7 @@ def _search(study: Study) -> LayoutAnswer:
 def _question(spec: JobSpec, room: RankRoom, optimizer: OptimizerFacts) -> LayoutQuestion:
     plan = default_plan.shard(spec)
     question = LayoutQuestion(
-        seats=Seats(spec.worlds[0], room.ranks_per_node, room.memory_bytes, room.facts),
+        seats=Seats(spec.fewest_ranks, room.ranks_per_node, room.memory_bytes, room.facts),
         workload=Workload(
             global_batch=spec.train.global_batch,
             optimizer=optimizer,
@@ -246,7 +246,7 @@ def _can_split(spec: JobSpec, question: LayoutQuestion) -> bool:
 def _outcome(study: Study, answer: LayoutAnswer) -> PlanOutcome:
     room, best = study.room, answer.best
     spec = study.spec if best is None else _with_mesh(study.spec, best)
-    ranks = study.spec.worlds[0]
+    ranks = study.spec.fewest_ranks
     seats = place(GangRequest.of(spec, ranks), study.usages)
     is_elastic = study.spec.resources.world is not None
     least = (f"for {ranks} ranks, the fewest that it may have",) if is_elastic else ()

@@ -131,8 +131,8 @@ def growth(
     job = option.job
     now, then = len(job.plan.ranks) if job.plan else 0, len(option.placed.ranks)
     settled_ms = since_ms + growth_delay.stable_ms_of(job)
-    if now < job.spec.worlds[0]:
-        why = f"its bounds require {job.spec.worlds[0]} or more"
+    if now < job.spec.fewest_ranks:
+        why = f"its bounds require {job.spec.fewest_ranks} or more"
     elif now_ms >= settled_ms and _may_end(job, settled_ms, now_ms, growth_delay):
         seconds = (now_ms - since_ms) / 1000
         why = f"for {seconds:.0f} s there have been free slots that no job waits for"

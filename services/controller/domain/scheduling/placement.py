@@ -98,7 +98,7 @@ class GangRequest:
     @classmethod
     def of(cls, spec: JobSpec, ranks: int | None = None) -> "GangRequest":
         """The gang of a job: of an elastic one with so many ranks, or else the smallest."""
-        ranks = spec.worlds[0] if ranks is None else ranks
+        ranks = spec.fewest_ranks if ranks is None else ranks
         share = spec.share
         copy, tp = share.copy, share.tp
         close = copy if ranks > copy else tp

@@ -265,7 +265,7 @@ def _check(first: FirstSamples, seat: ProbeSeat, course: _Course) -> None:
         return
 
     def train(batch: Batch) -> torch.Tensor:
-        with limited_memory(_REAL_BYTES), fakes.fake_ranks(seat.question.spec.worlds[0]):
+        with limited_memory(_REAL_BYTES), fakes.fake_ranks(seat.question.spec.fewest_ranks):
             return pass_for_real(batch, seat)
 
     check(first, course.model, train)
@@ -274,7 +274,7 @@ def _check(first: FirstSamples, seat: ProbeSeat, course: _Course) -> None:
 def _passes_for_real(sample: Batch, seat: ProbeSeat) -> None:
     """A pass over as many samples as a rank has in one."""
     spec = seat.question.spec
-    per_rank = max(1, spec.train.global_batch // spec.worlds[0])
+    per_rank = max(1, spec.train.global_batch // spec.fewest_ranks)
     asked = spec.train.micro_batch
     length = batches.predicted_tokens(sample) or 1
     size = default_micro_batch(per_rank, length) if asked == "auto" else asked
@@ -305,7 +305,7 @@ def _failure(error: BaseException, course: _Course, seat: ProbeSeat) -> ProbeFai
         return ProbeFailure(code="wrong_spec", reason=str(error))
     again = None
     if course.for_real is not None:
-        again = _raised_for_real(course.for_real, error, seat.question.spec.worlds[0])
+        again = _raised_for_real(course.for_real, error, seat.question.spec.fewest_ranks)
     # What a pass says of shapes without values is in other words than what a rank will say.
     if again is None or not (course.is_a_pass or _is_alike(again, error)):
         return ProbeFailure(code="raised", reason=said, traceback=traceback)
