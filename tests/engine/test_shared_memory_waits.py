@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import gc
 import os
 import sys
@@ -40,6 +41,7 @@ from tests.engine.test_shared_memory import (
     sharded,
     train,
 )
+from tests.engine.versus import full
 from tests.engine.ways.run import Raising
 
 pytestmark = pytest.mark.ranks
@@ -472,8 +474,45 @@ def check_threads_apart(ctx: RankContext) -> list[float]:
     return [float(local(grad).mean()) for grad in grads if grad is not None]
 
 
-def _go_backward(model: nn.Module, value: float) -> None:
-    model(torch.full((1, 3), value)).sum().backward()
+def test_threads_with_process_groups_of_their_own_may_cut_for_a_smaller_mesh(gangs: Gangs) -> None:
+    """All ranks have built both models in the same order, before the threads begin."""
+    assert all(all(alike) for alike in gangs(4).run(check_threads_after_building))
+
+
+def check_threads_after_building(ctx: RankContext) -> list[bool]:
+    meshes = [DeviceMesh.from_group(dist.new_group(range(4)), "cpu") for _ in range(2)]
+    wholes = [[nn.Linear(4, 4, bias=False) for _ in range(3)] for _ in meshes]
+    models = [nn.Sequential(*copy.deepcopy(whole)) for whole in wholes]
+    torch.manual_seed(7)
+    for whole, model in zip(wholes, models, strict=True):
+        for one, other in zip(whole, model, strict=True):
+            nn.init.normal_(one.weight)
+            other.load_state_dict(one.state_dict())
+    for model, mesh in zip(models, meshes, strict=True):
+        for unit in (*model, model):
+            fully_shard(unit, mesh=mesh, reshard_after_forward=2)
+        cast("FSDPModule", model).set_separate_reduce_scatter_group()
+    threads = [
+        threading.Thread(target=_go_backward, args=(model, float(index + 1), 4))
+        for index, model in enumerate(models)
+    ]
+    for thread in threads if ctx.rank % 2 == 0 else threads[::-1]:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    alike = []
+    for index, (whole, model) in enumerate(zip(wholes, models, strict=True)):
+        _go_backward(nn.Sequential(*whole), float(index + 1), 4)
+        for one, other in zip(whole, model, strict=True):
+            assert one.weight.grad is not None
+            grad = cast("nn.Linear", other).weight.grad
+            assert grad is not None
+            alike.append(torch.equal(full(grad), one.weight.grad))
+    return alike
+
+
+def _go_backward(model: nn.Module, value: float, width: int = 3) -> None:
+    model(torch.full((1, width), value)).sum().backward()
 
 
 def _run_out_of_step(model: nn.Module, begun: threading.Event, told: list[str]) -> None:
