@@ -12,10 +12,10 @@ class ForwardOrder:
     """Predicts what is gathered next from the previous pass that the same unit opened.
 
     Prefetching by a wrong guess costs one all-gather and is no error as long as every rank guesses
-    alike. So a pass consists of its opener and of the gathers in which the opener's ranks, all of
-    them, take part. What some ranks run by themselves must not change what is guessed: a unit that
-    is there already or comes from fewer ranks, within the root's pass or as a pass of its own. After
-    the first unit that differs from the previous pass nothing more is predicted in this pass.
+    alike. So a pass consists of the gathers in which all ranks of its opener take part. What some
+    ranks run by themselves must not change what is guessed: units that are there already or come
+    from fewer ranks, within a pass of all or as a pass of their own. After the first unit that
+    differs from the previous pass nothing more is predicted in this pass.
     """
 
     def __init__(self) -> None:
@@ -31,7 +31,7 @@ class ForwardOrder:
         self._on_track = True
 
     def enter(self, unit: int) -> int | None:
-        """Notes that `unit` is gathered, or opens; returns the unit to prefetch, if one is predicted."""
+        """Notes that `unit` is gathered; returns the unit to prefetch, if one is predicted."""
         previous, position = self._previous_of.get(self._opener, ()), len(self._current)
         self._current.append(unit)
         self._on_track = self._on_track and position < len(previous) and previous[position] == unit
@@ -43,9 +43,10 @@ class ForwardOrder:
     def end(self) -> None:
         """Ends a pass; it is what the opener's next one is predicted from, if anything was gathered.
 
-        Nothing is where an earlier pass left all units whole, as between passes that accumulate gradients.
+        Nothing is where an earlier pass left all units whole, as between passes that accumulate
+        gradients. Such a pass may be of some ranks alone.
         """
-        if len(self._current) > 1:
+        if self._current:
             self._previous_of[self._opener] = tuple(self._current)
 
 

@@ -143,7 +143,7 @@ class FSDPState(ShardedUnit):
                 args, kwargs = self._casting.to_device((args, kwargs), copies)
         args, kwargs = self._casting.inputs((args, kwargs), copies)
         with self.tracer.phase("pre_forward"):
-            was_whole = self._params.are_whole
+            were_sliced = self._params.are_sliced
             self.prefetch_in_forward()
             self.finish_unshard()
             if is_first:
@@ -152,7 +152,7 @@ class FSDPState(ShardedUnit):
                 if self._params.are_any:
                     args, kwargs = call_after_backward((args, kwargs), self._post_backward, copies)
                 self.context.prefetch_forward(
-                    self._index, self.prefetch_after_forward, was_whole=was_whole
+                    self._index, self.prefetch_after_forward, were_sliced=were_sliced
                 )
             # What comes next is on its way, and overlaps the copies out.
             self.context.comm.let_go_gathered()

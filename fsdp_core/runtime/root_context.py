@@ -184,7 +184,7 @@ class RootContext:
             else:
                 streams.wait_event(stream, cast("Event", event))
 
-    def prefetch_forward(self, index: int, chosen: Sequence[Unit], *, was_whole: bool) -> None:
+    def prefetch_forward(self, index: int, chosen: Sequence[Unit], *, were_sliced: bool) -> None:
         """Starts gathers for the units that follow unit `index`: the `chosen`, else the predicted one.
 
         Recomputation in backward follows no forward order and prefetches nothing. Neither does a unit
@@ -193,13 +193,12 @@ class RootContext:
         Args:
             index: The unit whose forward starts.
             chosen: What the user has it prefetch.
-            was_whole: Whether it needed no gather.
+            were_sliced: Whether its parameters came from all ranks that have a slice.
         """
         if self.in_backward:
             return
-        is_gathered_alike = not was_whole and self._numbers_of_ranks[index] == self._ranks_of_pass
         predicted = None
-        if is_gathered_alike or self.has_opened(self.units[index]):
+        if were_sliced and self._numbers_of_ranks[index] == self._ranks_of_pass:
             predicted = self.forward_order.enter(index)
         targets = chosen or ([] if predicted is None else [self.units[predicted]])
         for target in targets:

@@ -7,6 +7,7 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from fsdp_core import torch_private
+from fsdp_core.states import ShardedState
 
 if TYPE_CHECKING:
     import torch
@@ -53,9 +54,12 @@ class UnitParams:
         return bool(self._used)
 
     @property
-    def are_whole(self) -> bool:
-        """Whether the unit can compute with them without a gather, not even one that is in flight."""
-        return all(group.is_unsharded for group in self._used)
+    def are_sliced(self) -> bool:
+        """Whether some come from all ranks that have a slice before they are whole, be it in flight.
+
+        They do not where they are whole, nor where a smaller mesh has them between forward and backward.
+        """
+        return any(group.sharded_state is ShardedState.SHARDED for group in self._used)
 
     @property
     def gathering_ranks(self) -> frozenset[int]:

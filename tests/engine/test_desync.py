@@ -287,6 +287,41 @@ def check_more_often(ctx: RankContext, by: str) -> None:
     assert all(map(torch.equal, *traces))
 
 
+@pytest.mark.parametrize(
+    ("world", "reshard_after_forward", "twin_reshards"),
+    [(2, False, False), (2, False, True), (4, 2, 2)],
+    ids=["whole", "partly whole", "smaller mesh"],
+)
+def test_some_ranks_may_run_the_root_alone_with_what_they_have(
+    gangs: Gangs, world: int, reshard_after_forward: int, twin_reshards: int
+) -> None:
+    """Their own pass, through other units, does not change what they gather ahead in the next of all ranks."""
+    gangs(world).run(check_root_alone, reshard_after_forward, twin_reshards)
+
+
+def check_root_alone(ctx: RankContext, reshard_after_forward: int, twin_reshards: int) -> None:
+    traces = []
+    for engine in engines():
+        torch.manual_seed(5)
+        model: Any = Choosing().to(ctx.device)
+        engine.shard(model.twin, mesh=ctx.mesh, reshard_after_forward=twin_reshards)
+        for unit in (model.first, model.other, model):
+            engine.shard(unit, mesh=ctx.mesh, reshard_after_forward=reshard_after_forward)
+        model.first.set_reshard_after_backward(False)
+        params = list(model.parameters())
+        losses = []
+        for step in range(3):
+            loss = model(ctx.batch(step, 2, 4), ["first", "twin", "other"])
+            if ctx.rank < ctx.world // 2:
+                with torch.no_grad():
+                    model(ctx.batch(9, 2, 4), ["first", "other"])
+            loss.backward()
+            losses.append(loss.detach())
+        traces.append([*losses, *(param.grad.to_local() for param in params)])
+    assert len(traces[0]) == len(traces[1])
+    assert all(map(torch.equal, *traces))
+
+
 def test_a_slow_rank_is_waited_for_and_named() -> None:
     gang = Gang(2, "cpu")
     gang.run(check_slow)

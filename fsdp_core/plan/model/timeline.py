@@ -33,6 +33,11 @@ class _Group:
     is_borrowed: bool = False
     from_part: bool = False
 
+    @property
+    def is_sliced(self) -> bool:
+        """Whether the parameters come from all ranks that have a slice, be it in flight."""
+        return self.state == "sharded" or (self.state == "gathering" and not self.from_part)
+
 
 @dataclass
 class _Unit:
@@ -93,12 +98,10 @@ class Timeline:
             if self._opener is None:
                 self._opener = unit
                 self._forward.begin(unit.share.index)
-        was_whole = all(group.state == "whole" for group in unit.used)
+        were_sliced = any(group.is_sliced for group in unit.used)
         self._make_whole(unit)
         if is_first:
-            predicted = None
-            if not was_whole or unit is self._opener:
-                predicted = self._forward.enter(unit.share.index)
+            predicted = self._forward.enter(unit.share.index) if were_sliced else None
             for target in self._targets(unit.share.forward_prefetch, predicted):
                 self._issue_all(target)
                 self._prefetched.append(target)
