@@ -3,6 +3,7 @@
 import asyncio
 import dataclasses
 import itertools
+from collections import Counter
 from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import ExitStack, asynccontextmanager, contextmanager, suppress
 from typing import Any
@@ -457,6 +458,26 @@ async def test_long_work_is_cut_into_slices(monkeypatch: pytest.MonkeyPatch) -> 
         async for _ in in_turns(range(5)):
             seen.append(rounds.made)
     assert seen == sorted(set(seen))
+
+
+async def test_of_all_who_work_long_few_go_on_in_one_round_of_the_loop(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(long_work, "_TURN_S", -1.0)  # each item is a slice
+    gone_on = Counter[int]()
+
+    async def work(rounds: Rounds) -> None:
+        async for place in in_turns(range(3)):
+            if place:
+                gone_on[rounds.made] += 1
+
+    async with Rounds() as rounds:
+        working = [asyncio.create_task(work(rounds)) for _ in range(30)]
+        await asyncio.sleep(0)
+        working[0].cancel()  # whoever asked has gone: it takes no room
+        await asyncio.gather(*working, return_exceptions=True)
+    assert gone_on.total() == 29 * 2
+    assert max(gone_on.values()) <= 4
 
 
 class Slow:

@@ -4,12 +4,15 @@ import asyncio
 import contextlib
 import gc
 import time
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator
 from typing import Final, TypeVar
+from weakref import WeakKeyDictionary
 
 # The loop that reads and shows jobs also renews the lead; a spec of 64 KiB takes a thirtieth of a second.
 _TURN_S: Final = 0.01
+# Of all who work long, the looks of the leader included. A request takes a dozen rounds.
+_GO_ON_A_ROUND: Final = 4
 _LONGEST_PAUSE_S: Final = 1.0
 # Longer ones make others wait; after shorter ones who looks through much waits more often for those who work long.
 _PART_S: Final = 1.0
@@ -17,13 +20,50 @@ T = TypeVar("T")
 
 
 async def in_turns(items: Iterable[T]) -> AsyncIterator[T]:
-    """The items. Where what is done with them takes long, others have their turn before the next one."""
+    """The items. Where what is done with them takes long, others have their turn before the next one.
+
+    Of thirty who do so at once all would go on in each round of the loop, which would take a third of a second: few of them do.
+    """
     began = time.monotonic()
     for item in items:
         yield item
         if time.monotonic() - began > _TURN_S:
-            await asyncio.sleep(0)
+            await _rounds.setdefault(asyncio.get_running_loop(), _Rounds()).later()
             began = time.monotonic()
+
+
+class _Rounds:
+    """Lets few of those who wait go on in each round of a loop, in the order in which they came."""
+
+    def __init__(self) -> None:
+        self._waiting: deque[asyncio.Future[None]] = deque()
+        self._is_planned = False
+
+    async def later(self) -> None:
+        """Waits for a later round in which there is room."""
+        turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._waiting.append(turn)
+        self._plan()
+        await turn
+
+    def _plan(self) -> None:
+        if self._waiting and not self._is_planned:
+            self._is_planned = True
+            asyncio.get_running_loop().call_soon(self._begin)
+
+    def _begin(self) -> None:
+        self._is_planned = False
+        left = _GO_ON_A_ROUND
+        while left and self._waiting:
+            turn = self._waiting.popleft()
+            if not turn.done():  # as that of one who was cancelled is
+                turn.set_result(None)
+                left -= 1
+        self._plan()
+
+
+# Not one for all: a process may have several loops, each in a thread of its own.
+_rounds: Final[WeakKeyDictionary[asyncio.AbstractEventLoop, _Rounds]] = WeakKeyDictionary()
 
 
 async def rest_since(began: float) -> None:
