@@ -17,6 +17,7 @@ from services.contract.words.ids import checkpoint_id
 from services.contract.words.states import JobState
 from services.controller.adapters.redis import redis_ports
 from services.controller.adapters.redis.jobs import RedisJobs
+from services.controller.adapters.redis.shared_reads import SharedReads
 from services.controller.domain.decisions.dispatch import first_decision
 from services.controller.domain.decisions.history import Occurrence
 from services.controller.domain.errors import (
@@ -46,6 +47,50 @@ async def test_a_job_comes_back_as_it_was_kept(world: World) -> None:
     assert [stored.job for stored in await world.ports.jobs.active()] == [kept.job]
     with pytest.raises(NotFoundError):
         await world.ports.jobs.load("job_" + "0" * 26)
+
+
+async def test_of_those_who_ask_for_a_job_at_once_two_read_it(redis_url: str) -> None:
+    """Of eight thousand checkpoints each that reads takes fifty megabytes."""
+    with Redis.from_url(redis_url, decode_responses=True) as redis:
+        async with redis_ports(redis_url) as ports:
+            kept = await World(ports, OutsideRedis(redis)).keep(job())
+            redis.config_resetstat()
+            asking = [asyncio.create_task(ports.jobs.load(kept.job.id)) for _ in range(30)]
+            await asyncio.sleep(0)
+            asking[0].cancel()  # who reads goes away
+            asking[2].cancel()  # and so does one that waits
+            found = await asyncio.gather(*asking, return_exceptions=True)
+            reads = redis.info("commandstats")["cmdstat_hgetall"]["calls"]
+            assert [one for one in found if not isinstance(one, asyncio.CancelledError)] == [
+                kept
+            ] * 28
+            assert reads <= 3  # the one that was given up, too
+
+            patched = PatchAsked(JobPatch(priority=7))
+            asked = asyncio.create_task(ports.jobs.load(kept.job.id))
+            await asyncio.sleep(0)
+            changed = await apply_events(ports, kept.job.id, [Occurrence(patched, 5)], ACTOR)
+            assert (await ports.jobs.load(kept.job.id)) == changed
+            await asked
+
+
+async def test_who_waits_for_a_read_of_a_store_that_is_away_does_not_try_it_again() -> None:
+    """Each of thirty would wait for five seconds, one after another."""
+    tries = 0
+
+    async def read() -> Stored:
+        nonlocal tries
+        tries += 1
+        await asyncio.sleep(0)
+        raise StoreUnavailableError("it is away")
+
+    reads = SharedReads[Stored]()
+    told = await asyncio.gather(*(reads.of("a", read) for _ in range(30)), return_exceptions=True)
+    assert {type(one) for one in told} == {StoreUnavailableError}
+    assert tries == 1
+    with pytest.raises(StoreUnavailableError):
+        await reads.of("a", read)
+    assert tries == 2
 
 
 async def test_a_spec_is_not_judged_again_wherever_its_record_is_read(redis_url: str) -> None:

@@ -28,6 +28,7 @@ from services.controller.adapters.redis.job_rows import (
     split,
     unreadable,
 )
+from services.controller.adapters.redis.shared_reads import SharedReads
 from services.controller.adapters.redis.telemetry_life import TelemetryLife
 from services.controller.adapters.redis.telemetry_names import PLAIN_NAMES, TelemetryNames
 from services.controller.adapters.redis.working_set import COMPARED_EVERY_S, WorkingSet
@@ -86,6 +87,7 @@ class RedisJobs:
     ) -> None:
         self._clients = clients
         self._known = KnownRows()
+        self._reads = SharedReads[Stored]()
         self._index = JobIndex(clients, self._rows, self._load)
         self._active = WorkingSet(
             clients, self._rows, self._parsed, self._index.list_again, compared_every_s
@@ -196,11 +198,16 @@ class RedisJobs:
 
     async def load(self, job_id: str) -> Stored:
         """See ``JobStore.load``."""
-        # What is no id could name a key of another kind.
-        rows = await self._rows([job_id]) if _JOB_ID.fullmatch(job_id) else []
-        if not rows:
+        if not _JOB_ID.fullmatch(job_id):  # it could name a key of another kind
             raise _absent(job_id)
-        return await self._read(rows[0])
+
+        async def read() -> Stored:
+            rows = await self._rows([job_id])
+            if not rows:
+                raise _absent(job_id)
+            return await self._read(rows[0])
+
+        return await self._reads.of(job_id, read)
 
     async def commit(self, change: Change, epoch: int | None = None) -> Stored:
         """See ``JobStore.commit``.
