@@ -10,6 +10,7 @@ import struct
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from types import MappingProxyType
 
@@ -233,6 +234,30 @@ def test_nothing_is_exported_from_what_is_not_what_was_committed(
     assert list((tmp_path / JOB / "exports").iterdir()) == []
 
 
+def test_what_is_written_to_a_shard_after_its_digest_was_compared_is_not_exported(
+    tmp_path: Path,
+) -> None:
+    path = tmp_path / "rank-0.bin"
+    path.write_bytes(bytes(200_000))
+    known = ShardFile(
+        rank=0, name=path.name, bytes=200_000, sha256=hashlib.sha256(bytes(200_000)).hexdigest()
+    )
+    with ExitStack() as stack:
+        shard = exporting._verified(tmp_path, known, stack)
+        content = exporting.Content(shard, 10, 190_000)
+        before = b"".join(content.parts(0, len(content)))
+        with path.open("r+b") as file:  # the file that is mapped, as a rank of another job has it
+            file.seek(150_000)
+            file.write(b"1")
+            file.flush()
+            with pytest.raises(exporting.DifferentError, match="written to while it is exported"):
+                list(content.parts(0, len(content)))
+            file.seek(150_000)
+            file.write(b"\0")
+        after = b"".join(content.parts(0, len(content)))
+    assert before == after == bytes(189_990)
+
+
 def test_a_checkpoint_that_lacks_a_part_is_not_exported(tmp_path: Path) -> None:
     commit(tmp_path, ROWS_AND_COLUMNS[:1])
     outcome = export(tmp_path)
@@ -260,6 +285,7 @@ def test_a_pipe_in_the_place_of_a_shard_is_not_waited_for(tmp_path: Path) -> Non
         ((4, 4), {"dtype": "F1024"}, "is not a box of a tensor"),
         ((4, 4), {"dtype": ["F32"]}, "not what a rank writes"),
         ((4, 4), {"data_offsets": None}, "not what a rank writes"),
+        ((4, 4), {"data_offsets": [64, 64 + 64]}, "is not within its shard"),
         (
             (1,) * 100_000,
             {"offsets": [0] * 100_000, "shape": [1] * 100_000},
@@ -328,7 +354,8 @@ def test_what_shards_say_of_their_arrays_takes_no_more_memory_than_there_is(tmp_
 
 @given(st.lists(st.tuples(*[st.integers(0, 3)] * 4), max_size=6))
 def test_boxes_overlap_where_an_element_is_in_two(boxes: list[tuple[int, int, int, int]]) -> None:
-    pieces = [exporting.Piece((a, b), (c, d), memoryview(b"")) for a, b, c, d in boxes]
+    nothing = exporting.Content(exporting.Shard("", memoryview(b"")), 0, 0)
+    pieces = [exporting.Piece((a, b), (c, d), nothing) for a, b, c, d in boxes]
     places = [
         place
         for a, b, c, d in boxes
@@ -376,6 +403,7 @@ def test_the_runs_of_a_box_are_its_elements_in_order(data: st.DataObject) -> Non
 
 
 def test_a_tensor_of_more_boxes_than_ranks_may_be_is_refused() -> None:
-    piece = exporting.Piece((0,), (1,), memoryview(b"1234"))
+    content = exporting.Content(exporting.Shard("", memoryview(b"1234")), 0, 4)
+    piece = exporting.Piece((0,), (1,), content)
     with pytest.raises(exporting.IncompleteError, match="65537 boxes"):
         exporting._overlap([piece] * 65_537)

@@ -68,6 +68,8 @@ _ITEM_BYTES: Final = {
 _ABOUT: Final = "meshloom"
 _ALIGNMENT: Final = 8
 _PIECE_BYTES: Final = 1 << 24
+_BLOCK_BYTES: Final = 1 << 16
+_BLOCK_DIGEST: Final = 16
 
 
 class ExportOutcome(BaseModel):
@@ -90,13 +92,77 @@ class DifferentError(Exception):
     """A shard is not what was committed; the arguments are its file and what is wrong."""
 
 
+class Shard:
+    """The bytes of a shard, in blocks: what is read of one later is what its digests were made of, or refused.
+
+    Ranks of other jobs may write to the file meanwhile, and undo it: its whole digest alone would not tell.
+
+    Args:
+        name: Below the job's folder.
+        view: The file, mapped.
+    """
+
+    def __init__(self, name: str, view: memoryview) -> None:
+        self._name = name
+        self._view = view
+        self._blocks = bytearray()
+        self._number, self._block = -1, b""
+        whole = hashlib.sha256()
+        for start in range(0, len(view), _BLOCK_BYTES):
+            block = bytes(view[start : start + _BLOCK_BYTES])
+            whole.update(block)
+            self._blocks += _block_digest(block)
+        self.sha256 = whole.hexdigest()
+
+    def __len__(self) -> int:
+        """Its bytes."""
+        return len(self._view)
+
+    def read(self, start: int, end: int) -> memoryview:
+        """What it has from ``start`` on, to the end of a block or ``end``.
+
+        Raises:
+            DifferentError: It has changed since.
+        """
+        number, within = divmod(start, _BLOCK_BYTES)
+        if number != self._number:
+            first = number * _BLOCK_BYTES
+            block = bytes(self._view[first : first + _BLOCK_BYTES])
+            known = number * _BLOCK_DIGEST
+            if _block_digest(block) != self._blocks[known : known + _BLOCK_DIGEST]:
+                raise DifferentError(self._name, "it is written to while it is exported")
+            self._number, self._block = number, block
+        return memoryview(self._block)[within : within + end - start]
+
+
+@dataclass(frozen=True)
+class Content:
+    """A part of a shard."""
+
+    shard: Shard
+    start: int
+    end: int
+
+    def __len__(self) -> int:
+        """Its bytes."""
+        return self.end - self.start
+
+    def parts(self, start: int, end: int) -> Iterator[memoryview]:
+        """What it has from ``start`` to ``end``, in its order."""
+        at, end = self.start + start, self.start + end
+        while at < end:
+            part = self.shard.read(at, end)
+            yield part
+            at += len(part)
+
+
 @dataclass(frozen=True)
 class Piece:
     """A box of a tensor, as it lies in a shard: row by row, without gaps."""
 
     offsets: tuple[int, ...]
     shape: tuple[int, ...]
-    content: memoryview
+    content: Content
 
 
 @dataclass
@@ -188,24 +254,26 @@ def _split_axis(whole: Sequence[int], shape: Sequence[int]) -> int:
 
 def _contents(
     folder: Path, manifest: Manifest, stack: ExitStack
-) -> tuple[dict[str, dict[str, Whole]], dict[str, memoryview]]:
+) -> tuple[dict[str, dict[str, Whole]], dict[str, Content]]:
     """Tensors of the model, and averages of them if there are any, and the files that belong beside."""
     kinds: dict[str, dict[str, Whole]] = {_MODEL: {}, _AVERAGES: {}}
-    beside: dict[str, memoryview] = {}
+    beside: dict[str, Content] = {}
     for shard in manifest.shards:
         content = _verified(folder, shard, stack)
-        header_bytes = int.from_bytes(content[:8], "little")
+        header_bytes = int.from_bytes(_read(content, 0, 8), "little")
         header, about = _said(shard.name, content, header_bytes)
         _refuse_shared_bytes(shard.name, header)
         for name, entry in header.items():
             if name.startswith(_FILE) and len(beside) < _MOST_FILES:
                 start, end = (8 + header_bytes + place for place in entry["data_offsets"])
-                beside[name.removeprefix(_FILE)] = content[start:end]
+                beside[name.removeprefix(_FILE)] = _part(name, content, start, end)
         for name, box in about["boxes"].items():
             kind, _, fqn = name.partition(".")
             if kind in kinds:
                 start, end = (8 + header_bytes + place for place in header[name]["data_offsets"])
-                piece = Piece(tuple(box["offsets"]), tuple(box["shape"]), content[start:end])
+                piece = Piece(
+                    tuple(box["offsets"]), tuple(box["shape"]), _part(name, content, start, end)
+                )
                 whole = Whole(header[name]["dtype"], tuple(box["global_shape"]), [])
                 _check_box(f"{shard.name}: {name}", whole, piece)
                 _add(kinds[kind], fqn, whole, piece)
@@ -223,13 +291,11 @@ def _contents(
     return {kind: tensors for kind, tensors in kinds.items() if tensors}, beside
 
 
-def _said(
-    shard: str, content: memoryview, header_bytes: int
-) -> tuple[dict[str, Any], dict[str, Any]]:
+def _said(shard: str, content: Shard, header_bytes: int) -> tuple[dict[str, Any], dict[str, Any]]:
     """What a shard says of its arrays, and of the boxes that they are."""
     if header_bytes > _MOST_HEADER:
         raise IncompleteError(f"{shard} has a header of {header_bytes} bytes")
-    header: dict[str, Any] = json.loads(bytes(content[8 : 8 + header_bytes]))
+    header: dict[str, Any] = json.loads(_read(content, 8, header_bytes))
     about = json.loads(header.pop("__metadata__", {}).get(_ABOUT, "null"))
     if not isinstance(about, dict) or about.get("version") != 1:
         raise IncompleteError(f"{shard} was not written by version 1 of this format")
@@ -336,11 +402,12 @@ def _check_box(where: str, whole: Whole, piece: Piece) -> None:
         raise IncompleteError(f"{where} has more than {_MOST_RUNS} rows")
 
 
-def _write_beside(folder: Path, beside: Mapping[str, memoryview]) -> tuple[str, ...]:
+def _write_beside(folder: Path, beside: Mapping[str, Content]) -> tuple[str, ...]:
     names = tuple(sorted(name for name in beside if _PLAIN_NAME.fullmatch(name)))
     for name in names:
         with (folder / name).open("xb") as file:
-            file.write(beside[name])
+            for part in beside[name].parts(0, len(beside[name])):
+                file.write(part)
             file.flush()
             os.fsync(file.fileno())
     return names
@@ -384,7 +451,26 @@ def _described(path: Path) -> ExportedFile:
     return ExportedFile(name=path.name, bytes=path.stat().st_size, sha256=digest)
 
 
-def _verified(folder: Path, shard: ShardFile, stack: ExitStack) -> memoryview:
+def _part(name: str, shard: Shard, start: int, end: int) -> Content:
+    """A part of which a header speaks.
+
+    Raises:
+        IncompleteError: The shard has no such part.
+    """
+    if not 0 <= start <= end <= len(shard):
+        raise IncompleteError(f"{name} is not within its shard")
+    return Content(shard, start, end)
+
+
+def _read(shard: Shard, start: int, size: int) -> bytes:
+    return b"".join(Content(shard, start, len(shard)).parts(0, min(size, len(shard) - start)))
+
+
+def _block_digest(block: bytes) -> bytes:
+    return hashlib.blake2b(block, digest_size=_BLOCK_DIGEST).digest()
+
+
+def _verified(folder: Path, shard: ShardFile, stack: ExitStack) -> Shard:
     name = f"shards/{folder.name}/{shard.name}"
     try:
         # Not by its name alone: a rank may have put a pipe there, which is waited for forever.
@@ -396,15 +482,12 @@ def _verified(folder: Path, shard: ShardFile, stack: ExitStack) -> memoryview:
     if is_hollow(file.fileno()):
         raise DifferentError(name, "nearly all of it are holes, which no rank of ours leaves")
     mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
-    view = memoryview(mapped)
-    digest = hashlib.sha256()
-    for start in range(0, len(view), _PIECE_BYTES):
-        digest.update(view[start : start + _PIECE_BYTES])
-    if digest.hexdigest() != shard.sha256:
+    found = Shard(name, memoryview(mapped))
+    if found.sha256 != shard.sha256:
         raise DifferentError(
-            name, f"its sha256 is {digest.hexdigest()}, the manifest says {shard.sha256}"
+            name, f"its sha256 is {found.sha256}, the manifest says {shard.sha256}"
         )
-    return view
+    return found
 
 
 def _write(
@@ -477,7 +560,10 @@ def _put_tensor(descriptor: int, tensor: Whole, start: int) -> None:
         length = run_length(tensor.shape, piece.shape) * item
         taken = 0
         for place in runs(tensor.shape, piece.offsets, piece.shape):
-            _put(descriptor, piece.content[taken : taken + length], start + place * item)
+            at = start + place * item
+            for part in piece.content.parts(taken, taken + length):
+                _put(descriptor, part, at)
+                at += len(part)
             taken += length
 
 
