@@ -9,17 +9,21 @@ T = TypeVar("T")
 
 
 class ForwardOrder:
-    """Predicts what is gathered next from the previous pass that the same unit opened.
+    """Predicts what is gathered next from the last pass with the same opener and the same first gather.
 
     Prefetching by a wrong guess costs one all-gather and is no error as long as every rank guesses
     alike. So a pass consists of the gathers in which all ranks of its opener take part. What some
     ranks run by themselves must not change what is guessed: units that are there already or come
     from fewer ranks, within a pass of all or as a pass of their own. After the first unit that
     differs from the previous pass nothing more is predicted in this pass.
+
+    Of two passes of the root before a backward, as without gradients and then with them, the second
+    finds the root's parameters whole, and begins with another gather: each is predicted from its like.
     """
 
     def __init__(self) -> None:
-        self._previous_of: dict[int, tuple[int, ...]] = {}
+        self._previous_of: dict[tuple[int, int], tuple[int, ...]] = {}
+        self._previous: tuple[int, ...] = ()
         self._opener = 0
         self._current: list[int] = []
         self._on_track = True
@@ -32,7 +36,10 @@ class ForwardOrder:
 
     def enter(self, unit: int) -> int | None:
         """Notes that `unit` is gathered; returns the unit to prefetch, if one is predicted."""
-        previous, position = self._previous_of.get(self._opener, ()), len(self._current)
+        position = len(self._current)
+        if position == 0:
+            self._previous = self._previous_of.get((self._opener, unit), ())
+        previous = self._previous
         self._current.append(unit)
         self._on_track = self._on_track and position < len(previous) and previous[position] == unit
         following = position + 1
@@ -41,13 +48,13 @@ class ForwardOrder:
         return previous[following]
 
     def end(self) -> None:
-        """Ends a pass; it is what the opener's next one is predicted from, if anything was gathered.
+        """Ends a pass; the next one like it is predicted from it, if anything was gathered.
 
         Nothing is where an earlier pass left all units whole, as between passes that accumulate
         gradients. Such a pass may be of some ranks alone.
         """
         if self._current:
-            self._previous_of[self._opener] = tuple(self._current)
+            self._previous_of[self._opener, self._current[0]] = tuple(self._current)
 
 
 class BackwardOrder:

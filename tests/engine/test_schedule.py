@@ -31,6 +31,18 @@ def test_a_pass_that_gathers_nothing_is_not_predicted_from() -> None:
     assert run(order, [0, 1, 2]) == [1, 2, None]
 
 
+def test_passes_that_alternate_as_the_root_is_whole_in_the_second_are_predicted() -> None:
+    order = ForwardOrder()
+    for gathered in ([0, 1, 2], [1, 2]):
+        order.begin(0)
+        assert [order.enter(unit) for unit in gathered] == [None] * len(gathered)
+        order.end()
+    for gathered in ([0, 1, 2], [1, 2], [0, 1, 2]):
+        order.begin(0)
+        assert [order.enter(unit) for unit in gathered] == [*gathered[1:], None]
+        order.end()
+
+
 def test_a_pass_that_deviates_is_not_guessed_at_again() -> None:
     order = ForwardOrder()
     run(order, [0, 1, 2, 3])

@@ -11,6 +11,7 @@ from torch.profiler import ProfilerActivity, profile
 from fsdp_core import MixedPrecisionPolicy
 from fsdp_core.runtime.observer import UnitTracer
 from tests.engine.gang import Gangs, RankContext
+from tests.engine.models import Decoder, loss_of, tokens_of
 from tests.engine.sharded import backward_once, shard_decoder
 
 pytestmark = pytest.mark.ranks
@@ -49,6 +50,26 @@ def check_profile(ctx: RankContext) -> None:
             assert counts.get(f"FSDP::{phase} ({block})") == times, (phase, block)
     assert counts["FSDP::forward_prefetch (blocks.1)"] == 1
     assert counts["FSDP::backward_prefetch (blocks.1)"] == 1
+
+
+def test_two_passes_before_a_backward_both_gather_ahead(gangs: Gangs) -> None:
+    """The second finds the root whole, as its parameters stay so until it has gone backward."""
+    gangs(2).run(check_two_passes)
+
+
+def check_two_passes(ctx: RankContext) -> None:
+    model = shard_decoder(ctx)
+    forward_twice(ctx, model)
+    with profile(activities=[ProfilerActivity.CPU]) as recorded:
+        forward_twice(ctx, model)
+    names = [event.name for event in recorded.events() or []]
+    assert [names.count(f"FSDP::forward_prefetch (blocks.{n})") for n in range(3)] == [1, 2, 2]
+
+
+def forward_twice(ctx: RankContext, model: Decoder) -> None:
+    with torch.no_grad():
+        loss_of(model, tokens_of(0, ctx.rank).to(ctx.device))
+    backward_once(ctx, model)
 
 
 class Lines(logging.Handler):
