@@ -82,11 +82,11 @@ async def test_who_waits_for_a_read_of_a_store_that_is_away_does_not_try_it_agai
         nonlocal tries
         tries += 1
         await asyncio.sleep(0)
-        raise StoreUnavailableError("it is away")
+        raise StoreUnavailableError("it is away", "its address")
 
     reads = SharedReads[Stored]()
     told = await asyncio.gather(*(reads.of("a", read) for _ in range(30)), return_exceptions=True)
-    assert {type(one) for one in told} == {StoreUnavailableError}
+    assert {one.why for one in told if isinstance(one, StoreUnavailableError)} == {"its address"}
     assert tries == 1
     with pytest.raises(StoreUnavailableError):
         await reads.of("a", read)

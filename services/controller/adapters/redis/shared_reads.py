@@ -46,7 +46,7 @@ class _Reads(Generic[T]):
                 return self._answer[1]
             if self._error is not None and self._failed > failed:
                 # Each would wait for seconds for what does not answer, one after another.
-                raise StoreUnavailableError(str(self._error)) from self._error
+                raise StoreUnavailableError(str(self._error), self._error.why) from self._error
             self._begun += 1
             number = self._begun
             try:
