@@ -388,24 +388,25 @@ def held_by(ctx: RankContext, case: Case) -> Held:
 def _train_for(ctx: RankContext, case: Case, steps: int) -> Held:
     torch.manual_seed(ctx.rank)
     gc.collect()
-    allocator, resting, peaks = HostPeak(), 0, []
+    allocator, resting, peaks, tensors = HostPeak(), 0, [], []
     allocator.begin()
     with LiveStorage() as live:
         model = case.make()
         apply_plan(model, case.plan, _mesh(ctx, case.plan.mesh))
         optimizer = case.optimizer(p for p in model.parameters() if p.requires_grad)
         for step in range(steps):
-            if step == 1:
+            if step:
                 live.forget_peak()
             resting += allocator.held()
             allocator.begin()
             _train(case, model, optimizer)
             peaks.append(resting + allocator.most())
+            tensors.append(live.peak)
         # It grows alone, and not any more after the first steps.
         shared = shared_bytes()
     allocator.end()
     # The lowest: threads of gloo free late what they have where they wait for a processor.
-    return Held(live.peak, min(peaks[1:], default=0) + shared)
+    return Held(min(tensors[1:], default=0), min(peaks[1:], default=0) + shared)
 
 
 def _train(case: Case, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
