@@ -226,7 +226,10 @@ class FSDPState(ShardedUnit):
                     self._hidden_outputs += 1
                 elif self._reshards_after_forward:
                     self._params.reshard_after_forward(self.context.comm)
-                self.context.note_forward(self._index)
+                # One without parameters gathers nothing in backward. Ranks may differ in how often they call
+                # such a container, and predict the same nevertheless.
+                if self._params.are_any:
+                    self.context.note_forward(self._index)
             if torch.is_grad_enabled():
                 self._awaits_backward = bool(grad_tensors(output))
             output = call_before_backward(output, self._pre_backward, self.modules)

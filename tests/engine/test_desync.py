@@ -251,6 +251,30 @@ def check_one_alone(ctx: RankContext) -> None:
     assert all(map(torch.equal, *traces))
 
 
+def test_ranks_may_call_a_root_without_parameters_unlike_each_other(gangs: Gangs) -> None:
+    """What is gathered ahead in backward follows from the units that are gathered."""
+    gangs(2).run(check_calls_of_a_container)
+
+
+def check_calls_of_a_container(ctx: RankContext) -> None:
+    traces = []
+    for engine in engines():
+        torch.manual_seed(5)
+        model: Any = Choosing().to(ctx.device)
+        for unit in (model.first, model.twin, model.other, model):
+            engine.shard(unit, mesh=ctx.mesh)
+        model(ctx.batch(0, 2, 4), ["first"]).backward()
+        # So that each unit reduces as it goes backward.
+        inputs = ctx.batch(1, 2, 4).requires_grad_()
+        calls = [["first", "twin", "other"]] if ctx.rank == 0 else [["first", "twin"], ["other"]]
+        loss = torch.stack([model(inputs, chosen) for chosen in calls]).sum()
+        torch.autograd.backward(loss)
+        grads = [p.grad.to_local() for p in model.parameters() if p.grad is not None]
+        traces.append([loss.detach(), *grads])
+    assert len(traces[0]) == len(traces[1])
+    assert all(map(torch.equal, *traces))
+
+
 @pytest.mark.parametrize("by", ["pairs", "what is whole"])
 def test_ranks_may_run_a_unit_more_often_than_others_within_a_pass(gangs: Gangs, by: str) -> None:
     """As chunks of what a rank has, or experts: what is gathered ahead is the same on all ranks."""

@@ -132,7 +132,8 @@ class Timeline:
             for group in unit.used:
                 if not group.holders:
                     self._reshard_after_forward(group)
-        self._backward.record(unit.share.index)
+        if unit.used:
+            self._backward.record(unit.share.index)
         unit.state = "idle"
 
     def enter_again(self, module: str) -> None:
