@@ -52,6 +52,10 @@ class Backfill:
         return tuple(s for s in self.usages if ranks <= self.limits.get(s.node.id, ranks))
 
 
+_Occupied = dict[tuple[str, DeviceType], dict[str, tuple[Placed | None, Occupant]]]
+"""By room and kind of device, and by job, with what it was placed on."""
+
+
 @dataclass(frozen=True)
 class Allocation:
     """A moment of it.
@@ -62,6 +66,7 @@ class Allocation:
         remaining_ms: How long they are expected to run yet, where that is known.
         now_ms: The present.
         placed: Those that have just been given their slots.
+        occupied: What was found of who has which slots of a room; shared with the moments before and after.
     """
 
     usages: tuple[NodeUsage, ...]
@@ -69,6 +74,7 @@ class Allocation:
     remaining_ms: Mapping[str, int]
     now_ms: int
     placed: Mapping[str, Placed] = field(default_factory=dict)
+    occupied: _Occupied = field(default_factory=dict, compare=False, repr=False)
 
     def with_placed(self, job: Job, placed: Placed) -> "Allocation":
         """The allocation once the job runs there."""
@@ -92,8 +98,17 @@ class Allocation:
 
     def occupants(self, room: NodeSet, device: DeviceType) -> tuple[Occupant, ...]:
         """Who runs there."""
-        found = (self._occupant(self.jobs[name], room, device) for name in room.jobs)
-        return tuple(occupant for occupant in found if occupant.slots)
+        # Of thousands of jobs one moves at a time: what the others have stays the same.
+        known = self.occupied.setdefault((room.name, device), {})
+        found = []
+        for name in room.jobs:
+            placed = self.placed.get(name)
+            entry = known.get(name)
+            if entry is None or entry[0] is not placed:
+                entry = known[name] = placed, self._occupant(self.jobs[name], room, device)
+            if entry[1].slots:
+                found.append(entry[1])
+        return tuple(found)
 
     def backfill(self, device: DeviceType, head: QueueHead) -> Backfill:
         """Where jobs may run that go behind ``head``, for it starts no later if they do."""
@@ -146,6 +161,8 @@ class Allocation:
 
 def _whole(occupant: Occupant, group: int) -> int:
     """The slots of all groups of so many on one node of which it has any."""
+    if group == 1:
+        return occupant.slots
     return sum(-(-slots // group) * group for slots in occupant.taken.values())
 
 

@@ -10,7 +10,6 @@ sufficient set of them drained.
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Final
 
 from services.contract.messages.probing import DeviceType
@@ -32,7 +31,7 @@ from services.controller.domain.scheduling.placement import (
     place,
     some,
 )
-from services.controller.domain.scheduling.preemption import Occupant, freed_by, smallest_sufficient
+from services.controller.domain.scheduling.preemption import Occupant, Vacating, smallest_sufficient
 
 PREEMPTION_GRACE_S: Final = 60.0
 
@@ -204,7 +203,7 @@ class _QueuePass:
             stopping = tuple(
                 h for h in self.allocation.occupants(room, device) if h.job.stop is not None
             )
-            if stopping and _has_room(room, device, gang, stopping):
+            if stopping and Vacating(room, device, gang, stopping).is_enough:
                 return room, stopping
         return None
 
@@ -231,8 +230,7 @@ class _QueuePass:
                 for h in occupants
                 if h.job.spec.priority < job.spec.priority and h.job.can_migrate
             ]
-            suffices = partial(_has_room, room, device, gang, stopping=stopping)
-            chosen = smallest_sufficient(weaker, suffices)
+            chosen = smallest_sufficient(weaker, Vacating(room, device, gang, stopping))
             if chosen:
                 priorities = sorted((h.job.spec.priority for h in chosen), reverse=True)
                 found.append((len(chosen), priorities, room.name, chosen))
@@ -245,19 +243,9 @@ class _QueuePass:
         """When so many slots are expected to be free there; None: nobody can say."""
         known = [h for h in self.allocation.occupants(room, device) if h.end_ms is not None]
         known.sort(key=lambda h: (h.end_ms, h.slots))
-        for count, last in enumerate(known, 1):
-            if last.end_ms is not None and _has_room(room, device, gang, known[:count]):
+        vacating = Vacating(room, device, gang)
+        for last in known:
+            vacating.leave(last)
+            if last.end_ms is not None and vacating.is_enough:
                 return max(last.end_ms, self.allocation.now_ms)
         return None
-
-
-def _has_room(
-    room: NodeSet,
-    device: DeviceType,
-    gang: GangRequest,
-    leaving: Sequence[Occupant],
-    stopping: Sequence[Occupant] = (),
-) -> bool:
-    """Whether the gang could run there once those have left."""
-    freed = freed_by([*stopping, *leaving])
-    return room.free(device, gang.together, freed) >= gang.ranks

@@ -1,0 +1,86 @@
+"""How the work of a look grows with the jobs that run: by what is called, not by a clock."""
+
+import sys
+from collections.abc import Callable
+from types import FrameType
+
+import pytest
+
+from services.controller.domain.job.job import Job
+from services.controller.domain.scheduling.allocation import Allocation
+from services.controller.domain.scheduling.node import Lease
+from services.controller.domain.scheduling.placement import usages_of
+from services.controller.domain.scheduling.preemption import Occupant
+from services.controller.domain.scheduling.queue import schedule
+from tests.controller.histories import NOW, node
+from tests.controller.test_queue import on, up_to, waiting
+
+_Case = Callable[[int], tuple[list[Job], dict[str, int]]]
+
+
+def _calls(jobs: list[Job], remaining_ms: dict[str, int], slots: int) -> int:
+    """How many functions a look calls."""
+    where = node(slots=slots)
+    usages = usages_of([where], jobs, {where.id: Lease(where.incarnation, 5000)})
+    called = 0
+
+    def count(_frame: FrameType, event: str, _argument: object) -> None:
+        nonlocal called
+        called += event == "call"
+
+    sys.setprofile(count)
+    try:
+        found = schedule(jobs, usages, remaining_ms, NOW)
+    finally:
+        sys.setprofile(None)
+    assert found.turns
+    return called
+
+
+def _all_have_to_go(count: int) -> tuple[list[Job], dict[str, int]]:
+    where = node(slots=count)
+    return [*(on(where, 1) for _ in range(count)), waiting(count, priority=1)], {}
+
+
+def _those_that_may_be_drained_are_too_few(count: int) -> tuple[list[Job], dict[str, int]]:
+    where = node(slots=count)
+    weak = [on(where, 1) for _ in range(count - 1)]
+    return [*weak, on(where, 1, priority=1), waiting(count, priority=1)], {}
+
+
+def _all_are_expected_to_end(count: int) -> tuple[list[Job], dict[str, int]]:
+    where = node(slots=count)
+    jobs = [on(where, 1) for _ in range(count)]
+    return [*jobs, waiting(count)], {job.id: 1000 * number for number, job in enumerate(jobs)}
+
+
+@pytest.mark.parametrize(
+    "case", [_all_have_to_go, _those_that_may_be_drained_are_too_few, _all_are_expected_to_end]
+)
+def test_twice_as_many_jobs_in_the_way_of_a_gang_take_twice_the_work(case: _Case) -> None:
+    """With 800 of one rank each a look took six seconds, with 2000 minutes: nobody was placed meanwhile."""
+    few, many = (_calls(*case(count), slots=count) for count in (60, 120))
+    assert many < 2.5 * few
+
+
+def test_what_a_job_has_of_a_room_is_found_once_in_a_look(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a thousand elastic jobs behind a head each had that of all others found again: ten seconds."""
+    where = node(slots=60)
+    runs = [
+        on(where, 1, resources=up_to(40, 1), train={"steps": 100, "global_batch": 5040 * (2 + n)})
+        for n in range(30)
+    ]
+    found: list[str] = []
+
+    def counted(
+        allocation: Allocation,
+        job: Job,
+        *rest: object,
+        real: Callable[..., Occupant] = Allocation._occupant,
+    ) -> Occupant:
+        found.append(job.id)
+        return real(allocation, job, *rest)
+
+    monkeypatch.setattr(Allocation, "_occupant", counted)
+    _calls([*runs, waiting(60)], {}, slots=60)
+    assert sorted(found) == sorted(job.id for job in runs)
