@@ -1,7 +1,7 @@
 """How the work of a look grows with the jobs that run: by what is called, not by a clock."""
 
 import sys
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from types import FrameType
 
 import pytest
@@ -12,8 +12,14 @@ from services.controller.domain.scheduling.node import Lease
 from services.controller.domain.scheduling.placement import usages_of
 from services.controller.domain.scheduling.preemption import Occupant
 from services.controller.domain.scheduling.queue import schedule
+from services.controller.domain.scheduling.survey import Snapshot, Survey
+from services.controller.use_cases.reconcile import Reconciler
 from tests.controller.histories import NOW, node
 from tests.controller.test_queue import on, up_to, waiting
+from tests.controller.virtual_cluster import VirtualCluster
+
+pytestmark = pytest.mark.anyio
+_TRAIN = {"steps": 100, "global_batch": 120}
 
 _Case = Callable[[int], tuple[list[Job], dict[str, int]]]
 
@@ -84,3 +90,34 @@ def test_what_a_job_has_of_a_room_is_found_once_in_a_look(monkeypatch: pytest.Mo
     monkeypatch.setattr(Allocation, "_occupant", counted)
     _calls([*runs, waiting(60)], {}, slots=60)
     assert sorted(found) == sorted(job.id for job in runs)
+
+
+async def test_a_gang_that_needs_the_slots_of_many_has_them_drained_in_several_looks(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Eight hundred in one look were eight seconds in which a job of still higher priority waited for a free slot."""
+    cluster = VirtualCluster({"loom-1": 120})
+    weak = [await cluster.submit(resources={"ranks": 1}) for _ in range(120)]
+    await cluster.seconds(3)
+    drained: list[int] = []
+
+    async def counted(
+        reconciler: Reconciler,
+        snapshot: Snapshot,
+        now_ms: int,
+        real: Callable[[Reconciler, Snapshot, int], Awaitable[Survey]] = Reconciler._serve_queue,
+    ) -> Survey:
+        before = await _stopping(cluster, weak)
+        found = await real(reconciler, snapshot, now_ms)
+        drained.append(await _stopping(cluster, weak) - before)
+        return found
+
+    monkeypatch.setattr(Reconciler, "_serve_queue", counted)
+    strong = await cluster.submit(resources={"ranks": 120}, train=_TRAIN, priority=1)
+    job = await cluster.at_size(strong, 120)
+    assert job.fence == 1
+    assert 0 < max(drained) <= 50
+
+
+async def _stopping(cluster: VirtualCluster, jobs: list[str]) -> int:
+    return sum([(await cluster.job(job_id)).stop is not None for job_id in jobs])

@@ -61,6 +61,8 @@ _LONGEST_REST_S: Final = 1.0
 _SHORTEST_REST_S: Final = 0.01
 _LONG_MS: Final = 1 << 62
 _GROWTH_DELAY: Final = GrowthDelay()
+# Each is a record to write, which takes a hundredth of a second: who waits meanwhile is looked at in the next look.
+_DRAINED_A_LOOK: Final = 50
 
 
 class Reconciler:
@@ -80,6 +82,7 @@ class Reconciler:
         self._survey: Survey | None = None
         self._wants: Sequence[Want] = ()
         self._watch: Watch | None = None
+        self._left_to_drain = 0
         self._pools = Provisioning(ports, epoch)
 
     def forget_health(self) -> None:
@@ -121,7 +124,7 @@ class Reconciler:
         await self._pools.request(reservations, self._wants, world)
         await self._grow(found.schedule.growth_options, now_ms)
         await self._forget_nodes(known, leases, jobs, now_ms)
-        return _rest_s(jobs, now_ms)
+        return _SHORTEST_REST_S if self._left_to_drain else _rest_s(jobs, now_ms)
 
     def _answered(self, now_ms: int) -> Watch:
         self._watch = Watch(now_ms, now_ms) if self._watch is None else self._watch.after(now_ms)
@@ -232,10 +235,12 @@ class Reconciler:
         Why the others wait is written down once after an attempt, for their event logs: who asks later
         is told what ``waiting`` works out.
         """
-        found = await survey(self._ports, snapshot, now_ms, self._survey)
-        if found is self._survey:
+        last = None if self._left_to_drain else self._survey
+        found = await survey(self._ports, snapshot, now_ms, last)
+        if found is last:
             return found
         turns = found.schedule.turns
+        self._left_to_drain = 0
         wants = wants_of(snapshot.jobs, turns, snapshot.usages) if self._ports.pools else ()
         self._survey, self._wants = found, wants
         for turn in turns:
@@ -244,8 +249,9 @@ class Reconciler:
                     await self._apply(turn.job, _placed(turn.job, placed), now_ms)
                 case Preempt(victims=victims, reason=reason):
                     await self._say_once(turn.job, reason, now_ms)
-                    for victim in victims:
+                    for victim in victims[:_DRAINED_A_LOOK]:
                         await self._apply(victim, _preempted(turn.job, victim), now_ms)
+                    self._left_to_drain += len(victims[_DRAINED_A_LOOK:])
                 case Waiting(reason=reason):
                     await self._say_once(turn.job, reason, now_ms)
         return found
