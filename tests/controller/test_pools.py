@@ -2,6 +2,7 @@
 
 import asyncio
 import re
+import threading
 from collections.abc import Callable, Coroutine, Sequence
 from pathlib import Path
 
@@ -15,6 +16,7 @@ from services.controller.api.monitoring import Monitor
 from services.controller.domain.decisions.dispatch import first_decision
 from services.controller.domain.errors import InvalidRequestError
 from services.controller.domain.job.events import CancelAsked
+from services.controller.domain.job.job import Job
 from services.controller.domain.scheduling.placement import (
     GangRequest,
     Never,
@@ -24,7 +26,7 @@ from services.controller.domain.scheduling.placement import (
     place,
 )
 from services.controller.domain.scheduling.queue import Turn, Waiting
-from services.controller.domain.scheduling.reservations import Fit, Reservation, Sighting
+from services.controller.domain.scheduling.reservations import Fit, Reservation, Sighting, Want
 from services.controller.loops.pools import keep_pool
 from services.controller.ports.jobs import Actor
 from services.controller.ports.pools import AgentProcess, RunnablePool
@@ -459,6 +461,29 @@ def test_jobs_that_ask_for_the_same_are_tried_on_the_nodes_once(
     wants = wants_of(jobs, turns, [NodeUsage(node("a", slots=2))])
     assert [want.job_id for want in wants] == [job.id for job in (*jobs[:20], *jobs[40:])]
     assert [gang.ranks for gang in tried] == [4, 1, 6]
+
+
+def test_what_jobs_want_of_pools_is_worked_out_beside_the_event_loop(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Two thousand gangs, each of another size, stopped it for one to three seconds on a hundred nodes."""
+    threads: list[int] = []
+
+    def noted(
+        jobs: Sequence[Job], turns: Sequence[Turn], usages: Sequence[NodeUsage]
+    ) -> tuple[Want, ...]:
+        threads.append(threading.get_ident())
+        return wants_of(jobs, turns, usages)
+
+    monkeypatch.setattr("services.controller.use_cases.reconcile.wants_of", noted)
+
+    async def course(cluster: PooledCluster) -> None:
+        job_id = await cluster.submit(**FOUR, **SHORT)
+        assert await ended(cluster, job_id) is JobState.SUCCEEDED
+
+    play(PooledCluster({"a": 2}, limits()), course)
+    assert threads
+    assert threading.get_ident() not in threads
 
 
 def test_a_job_whose_layout_is_open_gets_a_node_on_which_it_can_be_planned() -> None:

@@ -1,5 +1,6 @@
 """One look at everything: what should happen by now and has not."""
 
+import asyncio
 import contextlib
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Final
@@ -241,8 +242,11 @@ class Reconciler:
             return found
         turns = found.schedule.turns
         self._left_to_drain = 0
-        wants = wants_of(snapshot.jobs, turns, snapshot.usages) if self._ports.pools else ()
-        self._survey, self._wants = found, wants
+        self._survey = found
+        if self._ports.pools:
+            # As the survey, beside the event loop: two thousand kinds of gangs take seconds on a hundred nodes.
+            jobs, usages = snapshot.jobs, snapshot.usages
+            self._wants = await asyncio.to_thread(wants_of, jobs, turns, usages)
         for turn in turns:
             match turn.outcome:
                 case Placed() as placed:
