@@ -52,6 +52,18 @@ def _cases() -> Iterator[tuple[str, Sequence[Job], Sequence[Node]]]:
     runs = [_running(_elastic(), nodes[number % 4], number) for number in range(200)]
     head = _job(spec(256), 200)
     yield "200 elastic jobs on 4 nodes of 64 slots, one waits for all of them", [*runs, head], nodes
+    nodes = [simulated_node(f"n{number:03}", 20) for number in range(100)]
+    runs = [_running(_elastic(), nodes[number % 100], number) for number in range(1_000)]
+    head = _job(spec(2_000), 1_000)
+    words = "1 000 elastic jobs on 100 nodes of 20 slots, one waits for all of them"
+    yield words, [*runs, head], nodes
+    runs = [_running(spec(1), nodes[number % 100], number) for number in range(1_999)]
+    head = _job(spec(2_000, priority=1), 2_000)
+    yield (
+        "1 999 jobs on 100 nodes of 20 slots, all in the way of an urgent one",
+        [*runs, head],
+        nodes,
+    )
     nodes = [simulated_node(f"n{number:03}", 4) for number in range(100)]
     runs = [_running(spec(3), node, number) for number, node in enumerate(nodes)]
     for kinds in (1, 400):

@@ -1,13 +1,14 @@
 """How the work of a look grows with the jobs that run: by what is called, not by a clock."""
 
 import sys
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 from types import FrameType
 
 import pytest
 
+from services.contract.messages.probing import DeviceType
 from services.controller.domain.job.job import Job
-from services.controller.domain.scheduling.allocation import Allocation
+from services.controller.domain.scheduling.allocation import Allocation, QueueHead
 from services.controller.domain.scheduling.node import Lease
 from services.controller.domain.scheduling.placement import usages_of
 from services.controller.domain.scheduling.preemption import Occupant
@@ -90,6 +91,32 @@ def test_what_a_job_has_of_a_room_is_found_once_in_a_look(monkeypatch: pytest.Mo
     monkeypatch.setattr(Allocation, "_occupant", counted)
     _calls([*runs, waiting(60)], {}, slots=60)
     assert sorted(found) == sorted(job.id for job in runs)
+
+
+def test_jobs_that_leave_the_same_are_told_the_same_limits_beside_the_first_that_waits(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Of 800 elastic jobs each had them worked out for itself: six seconds in each look."""
+    where = node(slots=60)
+    sizes = [1, 2] * 12
+    runs = [
+        on(where, n, resources=up_to(40, n), train={"steps": 100, "global_batch": 5040})
+        for n in sizes
+    ]
+    asked: list[QueueHead] = []
+
+    def counted(
+        allocation: Allocation,
+        device: DeviceType,
+        head: QueueHead,
+        real: Callable[..., Mapping[str, int]] = Allocation.limits,
+    ) -> Mapping[str, int]:
+        asked.append(head)
+        return real(allocation, device, head)
+
+    monkeypatch.setattr(Allocation, "limits", counted)
+    _calls([*runs, waiting(60)], {}, slots=60)
+    assert len(asked) == len({*sizes})
 
 
 async def test_a_gang_that_needs_the_slots_of_many_has_them_drained_in_several_looks(

@@ -56,6 +56,11 @@ _Occupied = dict[tuple[str, DeviceType], dict[str, tuple[Placed | None, Occupant
 """By room and kind of device, and by job, with what it was placed on."""
 
 
+_Left = tuple[tuple[NodeId, int, frozenset[int]], ...]
+KnownLimits = dict[tuple[DeviceType, bool, _Left], Mapping[NodeId, int]]
+"""By kind of device, whether the job that left would have been there when the head starts, and what it left."""
+
+
 @dataclass(frozen=True)
 class Allocation:
     """A moment of it.
@@ -112,6 +117,35 @@ class Allocation:
 
     def backfill(self, device: DeviceType, head: QueueHead) -> Backfill:
         """Where jobs may run that go behind ``head``, for it starts no later if they do."""
+        return Backfill(self.usages, self.limits(device, head), head.start_ms)
+
+    def backfill_without(
+        self, job: Job, device: DeviceType, head: QueueHead, known: KnownLimits
+    ) -> Backfill:
+        """The same once ``job`` has left its slots.
+
+        ``known``: the limits that were found so of this moment and ``head``. They follow from what the
+        job has: few of thousands differ in that.
+        """
+        left = self.without(job)
+        end_ms = self.end_ms(job)
+        stays = head.start_ms is not None and (end_ms is None or end_ms > head.start_ms)
+        moved = tuple(
+            (
+                was.node.id,
+                was.cpu_taken - now.cpu_taken,
+                was.accelerators_taken - now.accelerators_taken,
+            )
+            for was, now in zip(self.usages, left.usages, strict=True)
+            if was is not now
+        )
+        like = device, stays, moved
+        if like not in known:
+            known[like] = left.limits(device, head)
+        return Backfill(left.usages, known[like], head.start_ms)
+
+    def limits(self, device: DeviceType, head: QueueHead) -> Mapping[NodeId, int]:
+        """The most ranks that another job may have on a node without ``head`` starting later; none: any number."""
         request = GangRequest.of(head.job.spec)
         limits: dict[NodeId, int] = {}
         for room in self.node_sets(request, device):
@@ -119,7 +153,7 @@ class Allocation:
             if limit is not None:
                 for usage in room.usages:
                     limits[usage.node.id] = min(limits.get(usage.node.id, limit), limit)
-        return Backfill(self.usages, limits, head.start_ms)
+        return limits
 
     def _limit(
         self, room: NodeSet, device: DeviceType, head: QueueHead, request: GangRequest

@@ -16,7 +16,7 @@ from services.contract.messages.probing import DeviceType
 from services.contract.words.states import CheckpointState, JobState
 from services.controller.domain.job.events import MoveAsked
 from services.controller.domain.job.job import Job
-from services.controller.domain.scheduling.allocation import Allocation, QueueHead
+from services.controller.domain.scheduling.allocation import Allocation, KnownLimits, QueueHead
 from services.controller.domain.scheduling.placement import (
     GangRequest,
     Never,
@@ -92,10 +92,12 @@ def enlarged(
 ) -> tuple[Allocation, Mapping[str, Placed]]:
     """More slots for those that have just been given some, in this order; the allocation after it."""
     larger: dict[str, Placed] = {}
+    known: KnownLimits = {}
     for job in placed:
         least = allocation.placed[job.id]
-        more = _largest(allocation, heads, job, len(least.ranks), least.device)
+        more = _largest(allocation, heads, job, len(least.ranks), least.device, known)
         if more is not None:
+            known = {}
             larger[job.id] = more
             allocation = allocation.without(job).with_placed(job, more)
     return allocation, larger
@@ -106,12 +108,14 @@ def growth_options(
 ) -> tuple[GrowthOption, ...]:
     """Which of the jobs that run could have more ranks, all of them together."""
     found = []
+    known: KnownLimits = {}
     able = (job for job in jobs if job.spec.resources.world is not None and _trains(job))
     for job in sorted(able, key=lambda j: (-j.spec.priority, j.created_ms, j.id)):
         if job.plan is None:
             continue
-        more = _largest(allocation, heads, job, job.plan.world_size, job.plan.device_type)
+        more = _largest(allocation, heads, job, job.plan.world_size, job.plan.device_type, known)
         if more is not None:
+            known = {}
             found.append(GrowthOption(job, more))
             allocation = allocation.without(job).with_placed(job, more)
     return tuple(found)
@@ -156,6 +160,7 @@ def _largest(
     job: Job,
     present: int,
     device: DeviceType,
+    known: KnownLimits,
 ) -> Placed | None:
     """Seats for as many ranks as can be, more than at present, in nobody's way."""
     left = allocation.without(job)
@@ -163,7 +168,7 @@ def _largest(
     if not worlds:
         return None
     head = heads.get(device)
-    backfill = None if head is None else left.backfill(device, head)
+    backfill = None if head is None else allocation.backfill_without(job, device, head, known)
     is_over = backfill is not None and backfill.is_over_by(left.end_ms(job))
 
     def placed(ranks: int) -> Placed | None:
