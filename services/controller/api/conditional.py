@@ -17,6 +17,7 @@ from services.contract.api.access import TokenList
 from services.contract.api.queue import QueueView
 from services.contract.api.views import (
     CheckpointList,
+    DiagnosisView,
     EventPage,
     JobPage,
     JobView,
@@ -28,7 +29,7 @@ from services.contract.system.long_work import in_turns
 from services.controller.domain.errors import PreconditionRequiredError
 
 _DIGEST_BYTES: Final = 12
-_LONG: Final = ("items", "user_metrics")
+_LONG: Final = ("items", "user_metrics", "stacks")
 # A weak tag (``W/"…"``) never matches a change.
 _REVISION: Final = re.compile(r'(?:^|,)\s*"([0-9]{1,9})\.[0-9a-f]*"')
 
@@ -65,6 +66,7 @@ async def answer_page(
     request: Request,
     page: JobPage
     | CheckpointList
+    | DiagnosisView
     | QueueView
     | TokenList
     | EventPage

@@ -21,6 +21,7 @@ from services.contract.messages.telemetry import (
     StepRecord,
 )
 from services.contract.redis import redis_keys as keys
+from services.contract.system.long_work import in_turns
 from services.contract.words.bounds import MOST_RANKS
 from services.contract.words.states import TERMINAL_STATES
 from services.controller.adapters.redis import record_scripts
@@ -279,7 +280,9 @@ class RedisTelemetry:
         key = keys.job_stacks(job_id)
         (rows,) = await self._answers(self._clients.reads, key, ("HGETALL",))
         read_all = self._clients.unreadable.read_all
-        told = read_all(key, RankStacks.model_validate_json, (rows or {}).values())
+        told: list[RankStacks] = []
+        async for text in in_turns((rows or {}).values()):
+            told += read_all(key, RankStacks.model_validate_json, [text])
         return sorted(told, key=lambda entry: entry.rank)
 
     async def whole(self, job_id: str) -> str | None:

@@ -57,9 +57,12 @@ async def diagnose(job_id: str, request: Request, ports: WithPorts, actor: WithA
 
 
 @router.get("/jobs/{job_id}/diagnosis", response_model=DiagnosisView, dependencies=[READS])
-async def get_diagnosis(job_id: str, request: Request, ports: WithPorts) -> Response:
+async def get_diagnosis(
+    job_id: str, request: Request, context: WithContext, asks: WithPrincipal
+) -> Response:
     """The verdict on the newest attempt that failed or was inspected, and its ranks' stacks."""
-    return answer(request, await use_cases.get_diagnosis(ports, job_id))
+    async with context.turns.of(asks.subject):
+        return await answer_page(request, await use_cases.get_diagnosis(context.ports, job_id))
 
 
 @router.get(
