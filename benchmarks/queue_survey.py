@@ -57,6 +57,8 @@ def _cases() -> Iterator[tuple[str, Sequence[Job], Sequence[Node]]]:
     head = _job(spec(2_000), 1_000)
     words = "1 000 elastic jobs on 100 nodes of 20 slots, one waits for all of them"
     yield words, [*runs, head], nodes
+    alike = [_running(_elastic(most=2), nodes[number % 100], number) for number in range(1_000)]
+    yield "1 000 elastic jobs on 100 nodes of 20 slots, all could grow", alike, nodes
     runs = [_running(spec(1), nodes[number % 100], number) for number in range(1_999)]
     head = _job(spec(2_000, priority=1), 2_000)
     yield (
@@ -75,8 +77,8 @@ def _cases() -> Iterator[tuple[str, Sequence[Job], Sequence[Node]]]:
         yield words, [*runs, *waits], nodes
 
 
-def _elastic() -> JobSpec:
-    world = {"world": {"min": 1, "max": 65_536}}
+def _elastic(most: int = 65_536) -> JobSpec:
+    world = {"world": {"min": 1, "max": most}}
     return spec(1, resources=world, train={"steps": 100, "global_batch": _BATCH})
 
 

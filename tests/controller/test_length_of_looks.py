@@ -1,7 +1,7 @@
 """How the work of a look grows with the jobs that run: by what is called, not by a clock."""
 
 import sys
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from types import FrameType
 
 import pytest
@@ -9,6 +9,7 @@ import pytest
 from services.contract.messages.probing import DeviceType
 from services.controller.domain.job.job import Job
 from services.controller.domain.scheduling.allocation import Allocation, QueueHead
+from services.controller.domain.scheduling.elastic import GrowthOption
 from services.controller.domain.scheduling.node import Lease
 from services.controller.domain.scheduling.placement import usages_of
 from services.controller.domain.scheduling.preemption import Occupant
@@ -25,10 +26,10 @@ _TRAIN = {"steps": 100, "global_batch": 120}
 _Case = Callable[[int], tuple[list[Job], dict[str, int]]]
 
 
-def _calls(jobs: list[Job], remaining_ms: dict[str, int], slots: int) -> int:
+def _calls(jobs: list[Job], remaining_ms: dict[str, int], slots: int, nodes: int = 1) -> int:
     """How many functions a look calls."""
-    where = node(slots=slots)
-    usages = usages_of([where], jobs, {where.id: Lease(where.incarnation, 5000)})
+    where = [node(slots=slots), *(node(f"n{n}", slots=slots) for n in range(nodes - 1))]
+    usages = usages_of(where, jobs, {each.id: Lease(each.incarnation, 5000) for each in where})
     called = 0
 
     def count(_frame: FrameType, event: str, _argument: object) -> None:
@@ -117,6 +118,47 @@ def test_jobs_that_leave_the_same_are_told_the_same_limits_beside_the_first_that
     monkeypatch.setattr(Allocation, "limits", counted)
     _calls([*runs, waiting(60)], {}, slots=60)
     assert len(asked) == len({*sizes})
+
+
+def test_of_a_node_on_which_nothing_changed_little_is_asked_for_each_job_that_could_grow() -> None:
+    """Sixteen hundred elastic jobs that could grow on a hundred nodes had a look take five to twelve seconds."""
+    count = 40
+    runs = [on(node(slots=2 * count), 1, resources=up_to(2, 1)) for _ in range(count)]
+    too_large = waiting(8400, train={"steps": 100, "global_batch": 8400})
+    few, many = (_calls([*runs, too_large], {}, 2 * count, nodes=nodes) for nodes in (2, 22))
+    assert many - few < 40 * 20 * count
+
+
+async def test_jobs_that_could_grow_at_once_do_so_in_several_looks(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Each is a record to write: nobody was placed while hundreds were."""
+    cluster = VirtualCluster({"loom-1": 240})
+    gang = await cluster.submit(resources={"ranks": 120}, train={"steps": 9, "global_batch": 120})
+    elastic = {
+        "resources": {"world": {"min": 1, "max": 2}},
+        "train": {"steps": 5_000, "global_batch": 2},
+        "checkpoint": {"every_steps": 0},
+    }
+    grow = [await cluster.submit(**elastic) for _ in range(120)]
+    moved: list[int] = []
+
+    async def counted(
+        reconciler: Reconciler,
+        options: Sequence[GrowthOption],
+        now_ms: int,
+        real: Callable[..., Awaitable[object]] = Reconciler._grow,
+    ) -> object:
+        before = await _stopping(cluster, grow)
+        found = await real(reconciler, options, now_ms)
+        moved.append(await _stopping(cluster, grow) - before)
+        return found
+
+    monkeypatch.setattr(Reconciler, "_grow", counted)
+    await cluster.seconds(70)
+    assert (await cluster.job(gang)).is_terminal
+    assert {(await cluster.job(job_id)).fence for job_id in grow} == {2}
+    assert 0 < max(moved) <= 50
 
 
 async def test_a_gang_that_needs_the_slots_of_many_has_them_drained_in_several_looks(

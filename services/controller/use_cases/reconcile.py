@@ -2,7 +2,7 @@
 
 import asyncio
 import contextlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Final
 
 import structlog
@@ -63,7 +63,7 @@ _SHORTEST_REST_S: Final = 0.01
 _LONG_MS: Final = 1 << 62
 _GROWTH_DELAY: Final = GrowthDelay()
 # Each is a record to write, which takes a hundredth of a second: who waits meanwhile is looked at in the next look.
-_DRAINED_A_LOOK: Final = 50
+_MOVED_A_LOOK: Final = 50
 
 
 class Reconciler:
@@ -83,7 +83,7 @@ class Reconciler:
         self._survey: Survey | None = None
         self._wants: Sequence[Want] = ()
         self._watch: Watch | None = None
-        self._left_to_drain = 0
+        self._has_more_to_drain = False
         self._pools = Provisioning(ports, epoch)
 
     def forget_health(self) -> None:
@@ -123,9 +123,10 @@ class Reconciler:
         nodes_now, reserved = tuple(known.values()), reserved_nodes(reservations)
         found = await self._serve_queue(Snapshot(tuple(jobs), nodes_now, leases, reserved), now_ms)
         await self._pools.request(reservations, self._wants, world)
-        await self._grow(found.schedule.growth_options, now_ms)
+        more_grow = await self._grow(found.schedule.growth_options, now_ms)
         await self._forget_nodes(known, leases, jobs, now_ms)
-        return _SHORTEST_REST_S if self._left_to_drain else _rest_s(jobs, now_ms)
+        has_more = self._has_more_to_drain or more_grow
+        return _SHORTEST_REST_S if has_more else _rest_s(jobs, now_ms)
 
     def _answered(self, now_ms: int) -> Watch:
         self._watch = Watch(now_ms, now_ms) if self._watch is None else self._watch.after(now_ms)
@@ -219,16 +220,35 @@ class Reconciler:
         move = shrinkage(job)
         return job if move is None else await self._apply(job, move, now_ms)
 
-    async def _grow(self, growth_options: Sequence[GrowthOption], now_ms: int) -> None:
-        """Have those go on with more ranks for which it is time, unless they are nearly done."""
+    async def _grow(self, growth_options: Sequence[GrowthOption], now_ms: int) -> bool:
+        """Have some go on with more ranks for which it is time, unless they are nearly done.
+
+        Returns whether there are more.
+        """
         self._room_since = followed(self._room_since, growth_options, now_ms)
+        due: list[tuple[Job, MoveAsked]] = []
         for option in growth_options:
             since_ms = self._room_since[option.attempt]
             move = growth(option, since_ms, now_ms, self._growth_delay)
             if move is not None:
-                left = await estimate(self._ports, [option.job], now_ms)
-                if left.get(option.job.id, _LONG_MS) > self._growth_delay.stable_ms:
-                    await self._apply(option.job, move, now_ms)
+                due.append((option.job, move))
+        left = await estimate(self._ports, [job for job, _ in due], now_ms) if due else {}
+        worth = (
+            (job, move)
+            for job, move in due
+            if left.get(job.id, _LONG_MS) > self._growth_delay.stable_ms
+        )
+        return await self._move_some(worth, now_ms)
+
+    async def _move_some(self, moves: Iterable[tuple[Job, MoveAsked]], now_ms: int) -> bool:
+        """Have so many jobs leave their slots as a look may; returns whether there are more."""
+        moved = 0
+        for job, move in moves:
+            if moved == _MOVED_A_LOOK:
+                return True
+            # One that trips us up does not count: the next look would try it first again.
+            moved += (await self._apply(job, move, now_ms)).stop is not None
+        return False
 
     async def _serve_queue(self, snapshot: Snapshot, now_ms: int) -> Survey:
         """Do what is due to those that wait, once for each survey.
@@ -236,12 +256,12 @@ class Reconciler:
         Why the others wait is written down once after an attempt, for their event logs: who asks later
         is told what ``waiting`` works out.
         """
-        last = None if self._left_to_drain else self._survey
+        last = None if self._has_more_to_drain else self._survey
         found = await survey(self._ports, snapshot, now_ms, last)
         if found is last:
             return found
         turns = found.schedule.turns
-        self._left_to_drain = 0
+        self._has_more_to_drain = False
         self._survey = found
         if self._ports.pools:
             # As the survey, beside the event loop: two thousand kinds of gangs take seconds on a hundred nodes.
@@ -253,9 +273,9 @@ class Reconciler:
                     await self._apply(turn.job, _placed(turn.job, placed), now_ms)
                 case Preempt(victims=victims, reason=reason):
                     await self._say_once(turn.job, reason, now_ms)
-                    for victim in victims[:_DRAINED_A_LOOK]:
-                        await self._apply(victim, _preempted(turn.job, victim), now_ms)
-                    self._left_to_drain += len(victims[_DRAINED_A_LOOK:])
+                    moves = ((victim, _preempted(turn.job, victim)) for victim in victims)
+                    if await self._move_some(moves, now_ms):
+                        self._has_more_to_drain = True
                 case Waiting(reason=reason):
                     await self._say_once(turn.job, reason, now_ms)
         return found

@@ -88,9 +88,11 @@ class Allocation:
 
     def without(self, job: Job) -> "Allocation":
         """The allocation once the job has left its slots."""
-        others = {name: placed for name, placed in self.placed.items() if name != job.id}
+        placed = self.placed
+        if job.id in placed:
+            placed = {name: where for name, where in placed.items() if name != job.id}
         usages = released(self.usages, self._slots(job), job.id)
-        return replace(self, usages=usages, placed=others)
+        return replace(self, usages=usages, placed=placed)
 
     def end_ms(self, job: Job) -> int | None:
         """When the job would end if it began now, where that is known."""

@@ -184,8 +184,14 @@ def _most(worlds: Sequence[int], placed: Callable[[int], Placed | None]) -> Plac
 
     Where there is room for more ranks there is room for fewer: a few are tried, not each of hundreds.
     """
-    fitting = bisect_left(worlds, True, key=lambda ranks: placed(ranks) is None)  # noqa: FBT003 what is looked for
-    return placed(worlds[fitting - 1]) if fitting else None
+    tried: dict[int, Placed | None] = {}
+
+    def is_too_many(ranks: int) -> bool:
+        tried[ranks] = placed(ranks)
+        return tried[ranks] is None
+
+    fitting = bisect_left(worlds, True, key=is_too_many)  # noqa: FBT003 what is looked for
+    return tried[worlds[fitting - 1]] if fitting else None
 
 
 def _larger(

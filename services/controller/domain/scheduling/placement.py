@@ -7,7 +7,7 @@ one copy of the parameters (dp_shard) only where no node has room for a copy.
 Three outcomes: there is room; there is none now, and why; there can never be any, and why.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Final, Literal
@@ -54,12 +54,18 @@ class NodeUsage:
     has_lease: bool = True
     reserved: Reserved | None = None
 
-    @property
+    # Asked again for each of thousands of jobs, of which one moves at a time.
+    @cached_property
     def is_open(self) -> bool:
         """Whether a gang may be sent there now."""
         is_ready = self.node.state == NodeState.READY and self.has_lease
         is_closed = self.reserved is not None and not self.reserved.is_ready
         return is_ready and self.node.emptying is None and not is_closed
+
+    @cached_property
+    def is_here(self) -> bool:
+        """Whether it is neither lost nor drained, but may be silent."""
+        return self.node.shown_state == NodeState.READY
 
     @property
     def pool(self) -> str:
@@ -73,6 +79,15 @@ class NodeUsage:
 
     def free(self, device: DeviceType, freed: int = 0) -> int:
         """How many ranks the node takes now, or once ``freed`` slots of it are given up."""
+        if not freed:
+            return self._free[device]
+        return self._free_without(device, freed)
+
+    @cached_property
+    def _free(self) -> Mapping[DeviceType, int]:
+        return {"cpu": self._free_without("cpu", 0), "cuda": self._free_without("cuda", 0)}
+
+    def _free_without(self, device: DeviceType, freed: int) -> int:
         if not self.is_open:
             return 0
         taken = len(self.accelerators_taken) if device == "cuda" else self.cpu_taken
@@ -122,6 +137,10 @@ class NodeSet:
         """The same by the node's id."""
         return {usage.node.id: usage for usage in self.usages}
 
+    def has_any(self, names: Collection[NodeId]) -> bool:
+        """Whether one of them is among its nodes."""
+        return any(usage.node.id in names for usage in self.usages)
+
     @property
     def jobs(self) -> tuple[str, ...]:
         """Who is there."""
@@ -135,6 +154,8 @@ class NodeSet:
         self, device: DeviceType, together: int, freed: Mapping[NodeId, int] = _NOTHING
     ) -> int:
         """How many ranks it takes now, or once so many slots are given up on these nodes."""
+        if len(self.usages) == 1 and not freed:
+            return self.usages[0].free(device) // together * together
         frees = (s.free(device, freed.get(s.node.id, 0)) for s in self.usages)
         return sum(free // together * together for free in frees)
 
@@ -203,23 +224,21 @@ def place(gang: GangRequest, usages: Sequence[NodeUsage]) -> Placed | NotNow | N
         device: DeviceType = "cuda" if gang.device == "cuda" else "cpu"
         return NotNow(device, "no node has joined yet", blocks=False)
     device = device_of(gang, usages)
-    if not node_sets(gang, usages, device):
-        return Never(_why_never(gang, device, usages))
     # A node that is silent may come back in a moment; one that is lost or drained is not waited for.
-    here = [s for s in usages if s.node.shown_state == NodeState.READY]
+    here = [s for s in usages if s.is_here]
     fitting = [
-        r for r in node_sets(gang, here, device) if r.free(device, gang.together) >= gang.ranks
+        (free, room)
+        for room in node_sets(gang, here, device)
+        if (free := room.free(device, gang.together)) >= gang.ranks
     ]
     if not fitting:
+        if not node_sets(gang, usages, device):
+            return Never(_why_never(gang, device, usages))
         return _why_not_now(gang, device, usages)
     shunned = set(gang.last_resort)
-    best = min(
+    _, best = min(
         fitting,
-        key=lambda room: (
-            any(usage.node.id in shunned for usage in room.usages),
-            room.free(device, gang.together),
-            room.name,
-        ),
+        key=lambda found: (bool(shunned) and found[1].has_any(shunned), found[0], found[1].name),
     )
     return _assign(best, gang, device)
 
