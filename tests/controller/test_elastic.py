@@ -16,11 +16,11 @@ from services.controller.domain.scheduling.allocation import Allocation, QueueHe
 from services.controller.domain.scheduling.elastic import enlarged, place_most
 from services.controller.domain.scheduling.placement import (
     GangRequest,
-    Never,
     NodeUsage,
     NotNow,
     Placed,
     place,
+    seats_for,
 )
 from services.controller.ports.machines import Log
 from tests.controller.histories import new_job, node, spec
@@ -64,11 +64,11 @@ def test_seats_are_looked_for_a_few_times_for_any_number_of_ranks(
     """And not for each number for which there are slots: for hundreds of elastic jobs that takes seconds."""
     tried: list[int] = []
 
-    def counted(gang: GangRequest, usages: Sequence[NodeUsage]) -> Placed | NotNow | Never:
+    def counted(gang: GangRequest, usages: Sequence[NodeUsage]) -> Placed | None:
         tried.append(gang.ranks)
-        return place(gang, usages)
+        return seats_for(gang, usages)
 
-    monkeypatch.setattr("services.controller.domain.scheduling.elastic.place", counted)
+    monkeypatch.setattr("services.controller.domain.scheduling.elastic.seats_for", counted)
     free = (NodeUsage(node("a", slots=500)), NodeUsage(node("b", slots=500)))
     wanted = JobSpec.model_validate(SCRIPT)
     found = place_most(wanted, free)

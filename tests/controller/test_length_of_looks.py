@@ -8,10 +8,16 @@ import pytest
 
 from services.contract.messages.probing import DeviceType
 from services.controller.domain.job.job import Job
+from services.controller.domain.scheduling import placement
 from services.controller.domain.scheduling.allocation import Allocation, QueueHead
 from services.controller.domain.scheduling.elastic import GrowthOption
 from services.controller.domain.scheduling.node import Lease
-from services.controller.domain.scheduling.placement import usages_of
+from services.controller.domain.scheduling.placement import (
+    GangRequest,
+    NodeUsage,
+    NotNow,
+    usages_of,
+)
 from services.controller.domain.scheduling.preemption import Occupant
 from services.controller.domain.scheduling.queue import schedule
 from services.controller.domain.scheduling.survey import Snapshot, Survey
@@ -127,6 +133,30 @@ def test_of_a_node_on_which_nothing_changed_little_is_asked_for_each_job_that_co
     too_large = waiting(8400, train={"steps": 100, "global_batch": 8400})
     few, many = (_calls([*runs, too_large], {}, 2 * count, nodes=nodes) for nodes in (2, 22))
     assert many - few < 40 * 20 * count
+
+
+def test_why_there_are_no_more_slots_for_an_elastic_job_is_not_worked_out(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Nobody is told. It was most of a look of six seconds, in which a thousand were given slots beside the first that waits."""
+    asked: list[int] = []
+
+    def counted(
+        gang: GangRequest,
+        device: DeviceType,
+        usages: Sequence[NodeUsage],
+        real: Callable[..., NotNow] = placement._why_not_now,
+    ) -> NotNow:
+        asked.append(gang.ranks)
+        return real(gang, device, usages)
+
+    monkeypatch.setattr(placement, "_why_not_now", counted)
+    ending = [on(node(slots=10), 1) for _ in range(8)]
+    elastic = [on(node("n0", slots=10), 1, resources=up_to(2, 1)) for _ in range(10)]
+    # The head waits for the first node, on which nobody may grow until then, and the second is full.
+    remaining_ms = {job.id: 1000 for job in ending}
+    _calls([*ending, *elastic, waiting(10)], remaining_ms, slots=10, nodes=2)
+    assert asked == [10]
 
 
 async def test_jobs_that_could_grow_at_once_do_so_in_several_looks(

@@ -19,11 +19,10 @@ from services.controller.domain.job.events import CancelAsked
 from services.controller.domain.job.job import Job
 from services.controller.domain.scheduling.placement import (
     GangRequest,
-    Never,
     NodeUsage,
     NotNow,
     Placed,
-    place,
+    seats_for,
 )
 from services.controller.domain.scheduling.queue import Turn, Waiting
 from services.controller.domain.scheduling.reservations import Fit, Reservation, Sighting, Want
@@ -448,11 +447,11 @@ def test_jobs_that_ask_for_the_same_are_tried_on_the_nodes_once(
     """Thousands may wait for a hundred nodes, and the event loop waits for that."""
     tried: list[GangRequest] = []
 
-    def counted(gang: GangRequest, usages: Sequence[NodeUsage]) -> Placed | NotNow | Never:
+    def counted(gang: GangRequest, usages: Sequence[NodeUsage]) -> Placed | None:
         tried.append(gang)
-        return place(gang, usages)
+        return seats_for(gang, usages)
 
-    monkeypatch.setattr("services.controller.use_cases.provision.place", counted)
+    monkeypatch.setattr("services.controller.use_cases.provision.seats_for", counted)
     jobs = [
         new_job(resources={"ranks": ranks}).model_copy(update={"id": f"job_{number:026}"})
         for number, ranks in enumerate([4] * 20 + [1] * 20 + [6] * 20)

@@ -23,7 +23,7 @@ from services.controller.domain.scheduling.placement import (
     GangRequest,
     NodeUsage,
     Placed,
-    place,
+    seats_for,
 )
 from services.controller.domain.scheduling.queue import Preempt, Turn
 from services.controller.domain.scheduling.reservations import (
@@ -72,7 +72,7 @@ def wants_of(
         if isinstance(turn.outcome, Placed | Preempt):
             continue
         if gang not in would_fit:
-            would_fit[gang] = isinstance(place(gang, usages), Placed)
+            would_fit[gang] = seats_for(gang, usages) is not None
         if not would_fit[gang]:
             wants.append(Want(turn.job.id, gang))
     for job in jobs:

@@ -24,6 +24,7 @@ from services.controller.domain.scheduling.placement import (
     NotNow,
     Placed,
     place,
+    seats_for,
 )
 
 RESIZE_GRACE_S: Final = 300.0
@@ -81,8 +82,7 @@ def place_most(spec: JobSpec, usages: Sequence[NodeUsage]) -> Placed | NotNow | 
     device = outcome.device
 
     def placed(ranks: int) -> Placed | None:
-        larger = place(replace(GangRequest.of(spec, ranks), device=device), usages)
-        return larger if isinstance(larger, Placed) else None
+        return seats_for(replace(GangRequest.of(spec, ranks), device=device), usages)
 
     return _most(_larger(spec, len(outcome.ranks), device, usages), placed) or outcome
 
@@ -173,8 +173,7 @@ def _largest(
 
     def placed(ranks: int) -> Placed | None:
         nodes = left.usages if backfill is None else backfill.nodes(ranks, is_over=is_over)
-        outcome = place(replace(gang_request_of(job, ranks), device=device), nodes)
-        return outcome if isinstance(outcome, Placed) else None
+        return seats_for(replace(gang_request_of(job, ranks), device=device), nodes)
 
     return _most(worlds, placed)
 

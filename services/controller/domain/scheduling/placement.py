@@ -223,6 +223,17 @@ def place(gang: GangRequest, usages: Sequence[NodeUsage]) -> Placed | NotNow | N
     if not usages:
         device: DeviceType = "cuda" if gang.device == "cuda" else "cpu"
         return NotNow(device, "no node has joined yet", blocks=False)
+    seats = seats_for(gang, usages)
+    if seats is not None:
+        return seats
+    device = device_of(gang, usages)
+    if not node_sets(gang, usages, device):
+        return Never(_why_never(gang, device, usages))
+    return _why_not_now(gang, device, usages)
+
+
+def seats_for(gang: GangRequest, usages: Sequence[NodeUsage]) -> Placed | None:
+    """The same; None where there is no room now: why not takes longer to work out, of many jobs on many nodes."""
     device = device_of(gang, usages)
     # A node that is silent may come back in a moment; one that is lost or drained is not waited for.
     here = [s for s in usages if s.is_here]
@@ -232,9 +243,7 @@ def place(gang: GangRequest, usages: Sequence[NodeUsage]) -> Placed | NotNow | N
         if (free := room.free(device, gang.together)) >= gang.ranks
     ]
     if not fitting:
-        if not node_sets(gang, usages, device):
-            return Never(_why_never(gang, device, usages))
-        return _why_not_now(gang, device, usages)
+        return None
     shunned = set(gang.last_resort)
     _, best = min(
         fitting,
