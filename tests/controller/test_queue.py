@@ -117,6 +117,17 @@ def test_what_an_elastic_job_needs_is_worked_out_once_for_any_number_of_looks(
     assert asked == []
 
 
+def test_who_was_drained_for_a_job_does_not_go_on_before_it() -> None:
+    """It would be over before the slowest is drained, and be drained again as soon as it is placed."""
+    where = node(slots=4)
+    drained, urgent = waiting(2), waiting(4, priority=1)
+    asked = MoveAsked("preempted", urgent.id, "words", 60.0)
+    slow = play(on(where, 2), [asked]).job
+    found = look([slow, drained, urgent], [where], i0=50, i1=30)
+    assert waits(found[urgent.id]).blocked_by == (slow.id,)
+    assert waits(found[drained.id]).blocked_by == (urgent.id,)
+
+
 def test_a_large_job_is_not_starved_by_small_ones_that_come_later() -> None:
     runs, large, small = on(node(slots=4), 2), waiting(4), waiting(2)
     found = look([runs, large, small], [node(slots=4)])

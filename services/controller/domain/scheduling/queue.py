@@ -5,7 +5,7 @@ only where that cannot delay the head (EASY back-filling: D. Lifka, "The ANL/IBM
 system", 1995): on slots that the head will not need at the time when the jobs in its way are
 expected to end, or until then. While nobody can say when they end, only slots count that the head
 needs in no order of their ends. A head of higher priority than jobs in its way has the smallest
-sufficient set of them drained.
+sufficient set of them drained; until it starts nobody behind it is placed there.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -182,8 +182,7 @@ class _QueuePass:
         chosen = self._victims(job, able, device, gang)
         if chosen is not None:
             nodes, victims = chosen
-            start_ms = self.allocation.now_ms + int(PREEMPTION_GRACE_S * 1000)
-            self.heads[device] = QueueHead(job, nodes, start_ms)
+            self._vacate(job, device, nodes)
             names = some([v.id for v in victims])
             reason = f"waiting until {names}, of lower priority, free slots on {nodes}"
             return Turn(job, Preempt(nodes, victims, reason))
@@ -194,6 +193,14 @@ class _QueuePass:
         self.heads[device] = QueueHead(job, min(starts)[1] if starts else None, expected)
         in_the_way = {h.job.id for room in able for h in self.allocation.occupants(room, device)}
         return Turn(job, Waiting(outcome.reason, tuple(sorted(in_the_way)), expected))
+
+    def _vacate(self, job: Job, device: DeviceType, room: str) -> None:
+        """It starts there as soon as others are drained, so nobody else does before.
+
+        Those that were drained first wait again. One that would be over in the time which the last may take
+        would be given the slots back, and drained again, look after look.
+        """
+        self.heads[device] = QueueHead(job, room, self.allocation.now_ms)
 
     def _leaving(
         self, able: Sequence[NodeSet], device: DeviceType, gang: GangRequest
@@ -212,7 +219,10 @@ class _QueuePass:
     ) -> Turn:
         ends = [h.end_ms for h in stopping if h.end_ms is not None]
         start_ms = max(ends) if len(ends) == len(stopping) else None
-        self.heads[device] = QueueHead(job, room.name, start_ms)
+        if any(h.job.stop is not None and h.job.stop.cause == "preempted" for h in stopping):
+            self._vacate(job, device, room.name)
+        else:
+            self.heads[device] = QueueHead(job, room.name, start_ms)
         names = tuple(sorted(h.job.id for h in stopping))
         reason = f"waiting until {some(names)} ended on {room.name}"
         return Turn(job, Waiting(reason, names, start_ms))
