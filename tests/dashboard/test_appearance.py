@@ -5,7 +5,7 @@ import functools
 import json
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Final
+from typing import Final, Literal
 
 import pytest
 from playwright.sync_api import Browser, Page, ViewportSize, expect
@@ -103,9 +103,9 @@ def walk(
             until(looks_as_before, timeout_s=60 if found.fonts == known_fonts else 0)
         page.evaluate(axe)
         faults = page.evaluate(_RULES, ["wcag2a", "wcag2aa", "wcag21a", "wcag21aa"])
-        page.emulate_media(color_scheme="dark")
+        _show_in(page, "dark")
         faults += page.evaluate(_RULES, {"type": "rule", "values": ["color-contrast"]})
-        page.emulate_media(color_scheme="light")
+        _show_in(page, "light")
         if faults:
             found.faults[name] = faults
         if unreached := _unreached_by_keyboard(page):
@@ -122,6 +122,12 @@ def walk(
     tab.page.close()
     comparison.close()
     return found
+
+
+def _show_in(page: Page, scheme: Literal["dark", "light"]) -> None:
+    """A busy browser takes a moment; of a change and its opposite at once it may have the first alone."""
+    page.emulate_media(color_scheme=scheme)
+    expect(page.locator("html")).to_have_attribute("data-theme", scheme)
 
 
 def _unreached_by_keyboard(page: Page) -> list[str]:
