@@ -10,7 +10,6 @@ from services.contract.messages.probing import DeviceType
 from services.controller.domain.job.job import Job
 from services.controller.domain.scheduling import placement
 from services.controller.domain.scheduling.allocation import Allocation, QueueHead
-from services.controller.domain.scheduling.elastic import GrowthOption
 from services.controller.domain.scheduling.node import Lease
 from services.controller.domain.scheduling.placement import (
     GangRequest,
@@ -20,7 +19,6 @@ from services.controller.domain.scheduling.placement import (
 )
 from services.controller.domain.scheduling.preemption import Occupant
 from services.controller.domain.scheduling.queue import schedule
-from services.controller.domain.scheduling.survey import Snapshot, Survey
 from services.controller.use_cases.reconcile import Reconciler
 from tests.controller.histories import NOW, node
 from tests.controller.test_queue import on, up_to, waiting
@@ -171,20 +169,7 @@ async def test_jobs_that_could_grow_at_once_do_so_in_several_looks(
         "checkpoint": {"every_steps": 0},
     }
     grow = [await cluster.submit(**elastic) for _ in range(120)]
-    moved: list[int] = []
-
-    async def counted(
-        reconciler: Reconciler,
-        options: Sequence[GrowthOption],
-        now_ms: int,
-        real: Callable[..., Awaitable[object]] = Reconciler._grow,
-    ) -> object:
-        before = await _stopping(cluster, grow)
-        found = await real(reconciler, options, now_ms)
-        moved.append(await _stopping(cluster, grow) - before)
-        return found
-
-    monkeypatch.setattr(Reconciler, "_grow", counted)
+    moved = _stops_of_each(monkeypatch, "_grow", cluster, grow)
     await cluster.seconds(70)
     assert (await cluster.job(gang)).is_terminal
     assert {(await cluster.job(job_id)).fence for job_id in grow} == {2}
@@ -204,25 +189,29 @@ async def test_a_gang_that_needs_the_slots_of_many_has_them_drained_in_several_l
     train = {"steps": steps, "global_batch": 12}
     weak = [await cluster.submit(resources={"ranks": 1}, train=train) for _ in range(120)]
     await cluster.seconds(3)
-    drained: list[int] = []
-
-    async def counted(
-        reconciler: Reconciler,
-        snapshot: Snapshot,
-        now_ms: int,
-        real: Callable[[Reconciler, Snapshot, int], Awaitable[Survey]] = Reconciler._serve_queue,
-    ) -> Survey:
-        before = await _stopping(cluster, weak)
-        found = await real(reconciler, snapshot, now_ms)
-        drained.append(await _stopping(cluster, weak) - before)
-        return found
-
-    monkeypatch.setattr(Reconciler, "_serve_queue", counted)
+    drained = _stops_of_each(monkeypatch, "_serve_queue", cluster, weak)
     strong = await cluster.submit(resources={"ranks": 120}, train=_TRAIN, priority=1)
     job = await cluster.at_size(strong, 120)
     assert job.fence == 1
     assert 0 < max(drained) <= 50
     assert sum(drained) == 120
+
+
+def _stops_of_each(
+    monkeypatch: pytest.MonkeyPatch, part: str, cluster: VirtualCluster, jobs: list[str]
+) -> list[int]:
+    """How many of the jobs each run of that part of a look has stop, from now on."""
+    real: Callable[..., Awaitable[object]] = getattr(Reconciler, part)
+    stops: list[int] = []
+
+    async def counted(*args: object) -> object:
+        before = await _stopping(cluster, jobs)
+        found = await real(*args)
+        stops.append(await _stopping(cluster, jobs) - before)
+        return found
+
+    monkeypatch.setattr(Reconciler, part, counted)
+    return stops
 
 
 async def _stopping(cluster: VirtualCluster, jobs: list[str]) -> int:

@@ -261,12 +261,13 @@ class Reconciler:
         if found is last:
             return found
         turns = found.schedule.turns
-        self._has_more_to_drain = False
-        self._survey = found
         if self._ports.pools:
             # As the survey, beside the event loop: two thousand kinds of gangs take seconds on a hundred nodes.
             jobs, usages = snapshot.jobs, snapshot.usages
             self._wants = await asyncio.to_thread(wants_of, jobs, turns, usages)
+        # Not before: were that to fail, the next look would take the turns for done.
+        self._has_more_to_drain = False
+        self._survey = found
         for turn in turns:
             match turn.outcome:
                 case Placed() as placed:
