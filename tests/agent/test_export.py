@@ -25,7 +25,7 @@ from services.contract.storage.exports import EXPORT_MANIFEST
 from services.contract.storage.manifests import AttemptOpened, Manifest, ShardFile
 from services.contract.words.ids import checkpoint_id
 from services.worker.agent.storage import export as exporting
-from services.worker.agent.storage.export import ExportOutcome, IncompleteError, run_length, runs
+from services.worker.agent.storage import whole_tensors
 from services.worker.agent.storage.exporter import Exporter
 from services.worker.agent.storage.job_storage import Storage
 from tests.agent.conftest import JOB
@@ -90,7 +90,7 @@ def commit(
     return manifest
 
 
-def export(root: Path, *options: str) -> ExportOutcome:
+def export(root: Path, *options: str) -> exporting.ExportOutcome:
     done = subprocess.run(
         [
             *(sys.executable, "-m", "services.worker.agent.storage.export"),
@@ -101,7 +101,7 @@ def export(root: Path, *options: str) -> ExportOutcome:
         check=False,
         timeout=60,
     )
-    outcome = ExportOutcome.model_validate_json(done.stdout)
+    outcome = exporting.ExportOutcome.model_validate_json(done.stdout)
     assert done.returncode == (0 if outcome.reason is None else 1), done.stderr
     return outcome
 
@@ -243,14 +243,16 @@ def test_what_is_written_to_a_shard_after_its_digest_was_compared_is_not_exporte
         rank=0, name=path.name, bytes=200_000, sha256=hashlib.sha256(bytes(200_000)).hexdigest()
     )
     with ExitStack() as stack:
-        shard = exporting._verified(tmp_path, known, stack)
-        content = exporting.Content(shard, 10, 190_000)
+        shard = whole_tensors._verified(tmp_path, known, stack)
+        content = whole_tensors.Content(shard, 10, 190_000)
         before = b"".join(content.parts(0, len(content)))
         with path.open("r+b") as file:  # the file that is mapped, as a rank of another job has it
             file.seek(150_000)
             file.write(b"1")
             file.flush()
-            with pytest.raises(exporting.DifferentError, match="written to while it is exported"):
+            with pytest.raises(
+                whole_tensors.DifferentError, match="written to while it is exported"
+            ):
                 list(content.parts(0, len(content)))
             file.seek(150_000)
             file.write(b"\0")
@@ -348,28 +350,28 @@ def test_what_shards_say_of_their_arrays_takes_no_more_memory_than_there_is(tmp_
         capture_output=True,
         check=False,
     )
-    reason = ExportOutcome.model_validate_json(done.stdout).reason
+    reason = exporting.ExportOutcome.model_validate_json(done.stdout).reason
     assert "what the shards say of their arrays takes more than" in str(reason)
 
 
 @given(st.lists(st.tuples(*[st.integers(0, 3)] * 4), max_size=6))
 def test_boxes_overlap_where_an_element_is_in_two(boxes: list[tuple[int, int, int, int]]) -> None:
-    nothing = exporting.Content(exporting.Shard("", memoryview(b"")), 0, 0)
-    pieces = [exporting.Piece((a, b), (c, d), nothing) for a, b, c, d in boxes]
+    nothing = whole_tensors.Content(whole_tensors.Shard("", memoryview(b"")), 0, 0)
+    pieces = [whole_tensors.Piece((a, b), (c, d), nothing) for a, b, c, d in boxes]
     places = [
         place
         for a, b, c, d in boxes
         for place in itertools.product(range(a, a + c), range(b, b + d))
     ]
-    assert exporting._overlap(pieces) == (len(places) != len(set(places)))
+    assert whole_tensors._overlap(pieces) == (len(places) != len(set(places)))
 
 
 def test_a_tensor_of_more_rows_than_are_ever_written_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(exporting, "_MOST_RUNS", 4)
+    monkeypatch.setattr(whole_tensors, "_MOST_RUNS", 4)
     commit(tmp_path, [{"model.columns": ((5, 2), ((0, 0), (5, 1)))}])
-    with pytest.raises(IncompleteError, match="more than 4 rows"):
+    with pytest.raises(whole_tensors.IncompleteError, match="more than 4 rows"):
         exporting.export(tmp_path, JOB, NAME, 1 << 20)
 
 
@@ -377,14 +379,14 @@ def test_tensors_of_more_rows_than_their_bytes_take_time_for_are_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """No tensor has too many; together they would keep the node from other exports for a day."""
-    monkeypatch.setattr(exporting, "_ANY_RUNS", 39)
+    monkeypatch.setattr(whole_tensors, "_ANY_RUNS", 39)
     halves: list[dict[str, tuple[tuple[int, ...], Box]]] = [
         {f"model.{n}": ((5, 2), ((0, column), (5, 1))) for n in range(4)} for column in range(2)
     ]
     commit(tmp_path, halves)
-    with pytest.raises(IncompleteError, match="40 rows of 160 bytes"):
+    with pytest.raises(whole_tensors.IncompleteError, match="40 rows of 160 bytes"):
         exporting.export(tmp_path, JOB, NAME, 1 << 20)
-    monkeypatch.setattr(exporting, "_BYTES_A_RUN", 160)
+    monkeypatch.setattr(whole_tensors, "_BYTES_A_RUN", 160)
     assert exporting.export(tmp_path, JOB, NAME, 1 << 20).reason is None
 
 
@@ -396,14 +398,16 @@ def test_the_runs_of_a_box_are_its_elements_in_order(data: st.DataObject) -> Non
         data.draw(st.integers(1, extent - offset))
         for extent, offset in zip(whole, offsets, strict=True)
     ]
-    length = run_length(whole, shape)
-    found = [start + i for start in runs(whole, offsets, shape) for i in range(length)]
+    length = whole_tensors.run_length(whole, shape)
+    found = [
+        start + i for start in whole_tensors.runs(whole, offsets, shape) for i in range(length)
+    ]
     ranges = [range(o, o + n) for o, n in zip(offsets, shape, strict=True)]
     assert found == [value(place, whole) for place in itertools.product(*ranges)]
 
 
 def test_a_tensor_of_more_boxes_than_ranks_may_be_is_refused() -> None:
-    content = exporting.Content(exporting.Shard("", memoryview(b"1234")), 0, 4)
-    piece = exporting.Piece((0,), (1,), content)
-    with pytest.raises(exporting.IncompleteError, match="65537 boxes"):
-        exporting._overlap([piece] * 65_537)
+    content = whole_tensors.Content(whole_tensors.Shard("", memoryview(b"1234")), 0, 4)
+    piece = whole_tensors.Piece((0,), (1,), content)
+    with pytest.raises(whole_tensors.IncompleteError, match="65537 boxes"):
+        whole_tensors._overlap([piece] * 65_537)
