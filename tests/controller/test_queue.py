@@ -128,6 +128,18 @@ def test_who_was_drained_for_a_job_does_not_go_on_before_it() -> None:
     assert waits(found[drained.id]).blocked_by == (urgent.id,)
 
 
+def test_who_was_drained_for_a_job_does_not_go_on_while_it_waits_for_one_that_is_paused() -> None:
+    """Until a pause of minutes took effect it was placed and drained again, every other second."""
+    where = node(slots=4)
+    drained, urgent, alike = waiting(2), waiting(4, priority=1), waiting(2, priority=1)
+    paused = play(on(where, 2), [PauseAsked(StopRequest(grace_s=300))]).job
+    found = look([paused, drained, urgent], [where], i0=290, i1=30)
+    assert waits(found[urgent.id]).blocked_by == (paused.id,)
+    assert waits(found[drained.id]).blocked_by == (urgent.id,)
+    # It is over by then, and nobody would drain it.
+    assert placed(look([paused, alike, urgent], [where], i0=290, i1=30)[alike.id]) == "loom-1"
+
+
 def test_a_large_job_is_not_starved_by_small_ones_that_come_later() -> None:
     runs, large, small = on(node(slots=4), 2), waiting(4), waiting(2)
     found = look([runs, large, small], [node(slots=4)])

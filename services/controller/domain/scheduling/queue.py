@@ -164,7 +164,7 @@ class _QueuePass:
         backfill = self._backfill[device]
         gang = replace(gang_request_of(job), device=device)
         # Of the job itself only this counts beside its gang; the head stays who it is.
-        like = gang, backfill.is_over_by(self.allocation.end_ms(job))
+        like = gang, backfill.is_over(job, self.allocation.end_ms(job))
         if like not in self._behind_head:
             _, is_over = like
             self._behind_head[like] = place(gang, backfill.nodes(gang.ranks, is_over=is_over))
@@ -222,7 +222,7 @@ class _QueuePass:
         if any(h.job.stop is not None and h.job.stop.cause == "preempted" for h in stopping):
             self._vacate(job, device, room.name)
         else:
-            self.heads[device] = QueueHead(job, room.name, start_ms)
+            self.heads[device] = QueueHead(job, room.name, start_ms, drains=True)
         names = tuple(sorted(h.job.id for h in stopping))
         reason = f"waiting until {some(names)} ended on {room.name}"
         return Turn(job, Waiting(reason, names, start_ms))
