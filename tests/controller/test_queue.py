@@ -140,6 +140,25 @@ def test_who_was_drained_for_a_job_does_not_go_on_while_it_waits_for_one_that_is
     assert placed(look([paused, alike, urgent], [where], i0=290, i1=30)[alike.id]) == "loom-1"
 
 
+def test_a_pause_that_takes_longer_than_a_drain_is_not_waited_for() -> None:
+    """Its grace may be a day, for which an urgent job waited beside one of low priority."""
+    where = node(slots=4)
+    weak, urgent = on(where, 2), waiting(2, priority=1)
+    asked = [PauseAsked(StopRequest(grace_s=86_400))]
+    paused = play(on(where, 2), asked, NOW - 30_000).job
+    assert waits(look([paused, weak, urgent], [where], i0=86_000)[urgent.id]).blocked_by == (
+        paused.id,
+    )
+    paused = play(on(where, 2), asked, NOW - 90_000).job
+    room = look([paused, weak, urgent], [where], i0=86_000)[urgent.id].outcome
+    assert isinstance(room, Preempt)
+    assert [victim.id for victim in room.victims] == [weak.id]
+    # Nobody is drained beside it who alone is not enough.
+    large = waiting(4, priority=1)
+    found = look([paused, weak, large], [where], i0=86_000)
+    assert {*waits(found[large.id]).blocked_by} == {paused.id, weak.id}
+
+
 def test_a_large_job_is_not_starved_by_small_ones_that_come_later() -> None:
     runs, large, small = on(node(slots=4), 2), waiting(4), waiting(2)
     found = look([runs, large, small], [node(slots=4)])

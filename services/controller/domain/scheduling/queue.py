@@ -208,11 +208,24 @@ class _QueuePass:
         """Where there are slots once those have ended that are stopping anyway."""
         for room in able:
             stopping = tuple(
-                h for h in self.allocation.occupants(room, device) if h.job.stop is not None
+                h for h in self.allocation.occupants(room, device) if self._is_leaving(h)
             )
             if stopping and Vacating(room, device, gang, stopping).is_enough:
                 return room, stopping
         return None
+
+    def _is_leaving(self, occupant: Occupant) -> bool:
+        """Whether it is asked to stop, and may be relied on: a pause may have a grace of a day.
+
+        It has as long to take effect as a job that is drained for the gang. After that others are drained.
+        """
+        stop = occupant.job.stop
+        if stop is None:
+            return False
+        grace_ms = int(PREEMPTION_GRACE_S * 1000)
+        return (
+            stop.grace_s <= PREEMPTION_GRACE_S or self.allocation.now_ms < stop.asked_ms + grace_ms
+        )
 
     def _wait_for_leaving(
         self, job: Job, device: DeviceType, room: NodeSet, stopping: tuple[Occupant, ...]
@@ -234,7 +247,7 @@ class _QueuePass:
         found = []
         for room in able:
             occupants = self.allocation.occupants(room, device)
-            stopping = [h for h in occupants if h.job.stop is not None]
+            stopping = [h for h in occupants if self._is_leaving(h)]
             weaker = [
                 h
                 for h in occupants
