@@ -15,7 +15,13 @@ from services.controller.domain.job.events import GangPlaced, JobEvent, MoveAske
 from services.controller.domain.job.job import Job
 from services.controller.domain.plans import default_plan
 from services.controller.domain.scheduling.node import Drain, Lease, Node
-from services.controller.domain.scheduling.placement import NodeUsage, Placed, place, usages_of
+from services.controller.domain.scheduling.placement import (
+    NodeUsage,
+    Placed,
+    Reserved,
+    place,
+    usages_of,
+)
 from services.controller.domain.scheduling.queue import Preempt, Turn, Waiting, schedule
 from tests.controller.histories import NODE, NOW, launched, node, play, progressed, spec
 from tests.controller.test_placement import ask
@@ -275,6 +281,17 @@ def test_a_draining_node_takes_nobody_and_holds_nobody_up() -> None:
     found = look([large, small], [draining, little])
     assert "draining: big" in waits(found[large.id]).reason
     assert placed(found[small.id]) == "little"
+
+
+def test_nobody_is_drained_on_several_nodes_for_a_gang_that_waits_for_a_single_one() -> None:
+    """The job was placed again as soon as it had ended, and drained again, 30 times in a minute."""
+    nodes = [node("a", slots=4), node("b", slots=4), node("pool-1", slots=8)]
+    runs, urgent = on(nodes[0], 4), waiting(8, priority=1)
+    leases = {n.id: Lease(n.incarnation, 5000) for n in nodes}
+    on_its_way = {"pool-1": Reserved("pool", is_ready=False)}
+    usages = usages_of(nodes, [runs], leases, on_its_way)
+    (turn,) = schedule([runs, urgent], usages, {}, NOW).turns
+    assert waits(turn).reason.endswith("provisioned or given back: pool-1")
 
 
 def test_a_gang_for_several_nodes_is_not_starved_by_those_that_fit_on_one() -> None:

@@ -355,6 +355,10 @@ def _why_never(gang: GangRequest, device: DeviceType, usages: Sequence[NodeUsage
 def _why_not_now(gang: GangRequest, device: DeviceType, usages: Sequence[NodeUsage]) -> NotNow:
     able = node_sets(gang, usages, device)
     ready = node_sets(gang, [s for s in usages if s.is_open], device)
+    here = node_sets(gang, [s for s in usages if s.is_here], device)
+    if all(len(room.usages) == 1 for room in here):
+        # It is not given several nodes, however many slots others free there for it.
+        ready = tuple(room for room in ready if len(room.usages) == 1)
     free = max((room.free(device, gang.together) for room in ready), default=None)
     if free is None or free >= gang.ranks:  # room on several nodes, while a single one is silent
         reason = _why_closed(gang.ranks, [s for room in able for s in room.usages])
