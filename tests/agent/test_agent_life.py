@@ -26,6 +26,7 @@ from services.contract.messages.facts import (
 )
 from services.contract.redis import redis_keys
 from services.contract.storage.manifests import Manifest
+from services.contract.words.control_characters import harmless
 from services.contract.words.ids import checkpoint_id
 from services.local.embedded_redis import EmbeddedRedis
 from services.local.settings import child_environment
@@ -434,6 +435,29 @@ fail("x" * 10)
     assert "gang_fault" in said
     assert "ValueError: what happened" in said
     assert "held" not in said
+
+
+def test_no_control_character_of_what_is_logged_reaches_a_terminal() -> None:
+    """Ranks choose names of folders; the agent logs that it removes them."""
+    code = r"""
+import structlog
+from services.worker.agent.__main__ import log_plainly
+log_plainly()
+name = "ckpt_\x1b]0;title\x07\x1b[2J\x9b31m\u202e\x7f"
+log = structlog.get_logger()
+log.info("removed", checkpoint=name)
+log.info("not_removed", why=f"is not empty: {name}")
+try:
+    raise ValueError(f"{name}\nand more")
+except ValueError:
+    log.exception("gang_fault")
+"""
+    said = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, check=True
+    ).stderr.decode()
+    assert r"checkpoint=ckpt_\x1b]0;title\x07\x1b[2J\x9b31m\u202e\x7f" in said
+    assert r"ValueError: ckpt_\x1b]0;title" in said
+    assert said == harmless(said)
 
 
 def test_the_health_check_tells_a_living_agent_from_a_dead_one(

@@ -5,14 +5,17 @@ With ``--check`` it only looks whether this node's agent is alive: exit code 0 i
 
 import argparse
 import asyncio
+import io
 import os
 import signal
 import sys
+from typing import TextIO
 
 import structlog
 from pydantic import ValidationError
 
 from services.contract.system.own_process import set_up_process
+from services.contract.words.control_characters import harmless
 from services.worker.agent.agent import run_agent
 from services.worker.agent.host.folders import NodeBusyError, NoHomeError
 from services.worker.agent.host.network import NetworkError
@@ -56,18 +59,33 @@ def main() -> None:
 
 
 def log_plainly() -> None:
-    """Log to stderr, with tracebacks as Python writes them.
+    """Log to stderr, with tracebacks as Python writes them, and no control characters of what is told.
 
     As structlog writes them by itself, with the source and all variables, each takes the loop a second: a few would
     cost the node its lease.
     """
     renderer = structlog.dev.ConsoleRenderer(
-        colors=sys.stderr.isatty(), exception_formatter=structlog.dev.plain_traceback
+        colors=sys.stderr.isatty(), exception_formatter=_write_traceback
     )
     structlog.configure(
-        processors=[*structlog.get_config()["processors"][:-1], renderer],
+        processors=[*structlog.get_config()["processors"][:-1], _with_harmless_texts, renderer],
         logger_factory=structlog.PrintLoggerFactory(sys.stderr),
     )
+
+
+def _write_traceback(file: TextIO, about: structlog.typing.ExcInfo) -> None:
+    written = io.StringIO()
+    structlog.dev.plain_traceback(written, about)
+    file.write(harmless(written.getvalue()))
+
+
+def _with_harmless_texts(
+    _logger: structlog.typing.WrappedLogger, _method: str, entry: structlog.typing.EventDict
+) -> structlog.typing.EventDict:
+    # Ranks choose names of folders that are removed later. structlog escapes texts that have a blank alone.
+    return {
+        name: harmless(value) if isinstance(value, str) else value for name, value in entry.items()
+    }
 
 
 async def _serve(settings: AgentSettings) -> None:
