@@ -23,6 +23,7 @@ from redis import Redis
 import meshloom
 from meshloom.client import RefusedError
 from services.contract.api.access import Scope
+from services.contract.api.requests import JobPatch
 from services.contract.api.webhooks import WebhookRequest
 from services.contract.redis import redis_keys as keys
 from services.contract.words.ids import new_job_id
@@ -177,6 +178,21 @@ def test_what_a_killed_controller_owed_the_next_one_sends(
         assert [webhook.id for webhook in client.webhooks.list()] == [made.id]
         client.webhooks.delete(made.id)
         assert client.webhooks.list() == ()
+
+
+def test_no_line_of_a_message_for_slack_poses_as_another_event(
+    controller: Controller, receiver: Receiver
+) -> None:
+    made = hooked(controller, receiver.url, kinds=["job.patched"], format="slack")
+    job_id = submitted(controller, name="a-job")
+    posing = "x\n*another-job* job.failed (`job_1`)\r\x1b[2J\u202e <!channel>"
+    controller.client.patch(job_id, JobPatch(labels={"team": posing}))
+    until(lambda: receiver.came)
+    (text,) = [body["text"] for body in receiver.taken()]
+    first, message = text.split("\n")
+    assert first == f"*a-job* job.patched (`{job_id}`)"
+    assert r"x\n*another-job* job.failed (`job_1`)\r\x1b[2J\u202e &lt;!channel&gt;" in message
+    ask(controller, "DELETE", f"/webhooks/{made['id']}")
 
 
 def test_a_receiver_that_is_gone_gets_nothing_more(

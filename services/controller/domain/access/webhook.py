@@ -9,6 +9,7 @@ from urllib.parse import urlsplit
 
 from services.contract.api.views import EventView
 from services.contract.api.webhooks import WebhookFormat
+from services.contract.words.control_characters import one_line
 from services.controller.domain.record import Record
 
 SECRET_BYTES: Final = 32
@@ -90,7 +91,8 @@ def headers_of(webhook: Webhook, message: str, body: bytes, now_s: int) -> dict[
 
 def _slack_text(event: EventView, job_name: str | None) -> str:
     name = _escaped(job_name or event.job_id)
-    message = _escaped(event.message)[:_SLACK_CHARACTERS]
+    # What follows a line break could pose as another event.
+    message = _escaped(one_line(event.message))[:_SLACK_CHARACTERS]
     return f"*{name}* {event.kind} (`{event.job_id}`)\n{message}"
 
 
