@@ -137,13 +137,31 @@ def test_who_was_drained_for_a_job_does_not_go_on_before_it() -> None:
 def test_who_was_drained_for_a_job_does_not_go_on_while_it_waits_for_one_that_is_paused() -> None:
     """Until a pause of minutes took effect it was placed and drained again, every other second."""
     where = node(slots=4)
-    drained, urgent, alike = waiting(2), waiting(4, priority=1), waiting(2, priority=1)
+    drained, urgent = waiting(2), waiting(4, priority=1)
     paused = play(on(where, 2), [PauseAsked(StopRequest(grace_s=300))]).job
     found = look([paused, drained, urgent], [where], i0=290, i1=30)
     assert waits(found[urgent.id]).blocked_by == (paused.id,)
     assert waits(found[drained.id]).blocked_by == (urgent.id,)
-    # It is over by then, and nobody would drain it.
-    assert placed(look([paused, alike, urgent], [where], i0=290, i1=30)[alike.id]) == "loom-1"
+
+
+def test_who_would_be_drained_does_not_run_on_slots_that_others_leave_earlier() -> None:
+    """A third job was to end before the paused one: then there was room for both, but not at the next look."""
+    where = node(slots=6)
+    third, weak, urgent = on(where, 2, priority=1), waiting(2), waiting(4, priority=1)
+    paused = play(on(where, 2), [PauseAsked(StopRequest(grace_s=300))]).job
+    found = look([third, paused, weak, urgent], [where], i0=100, i1=290)
+    assert waits(found[urgent.id]).blocked_by == (paused.id,)
+    assert waits(found[weak.id]).blocked_by == (urgent.id,)
+
+
+def test_nobody_runs_where_room_is_made_since_another_has_done_its_last_step() -> None:
+    """It may save its checkpoint for minutes, and whoever was given its slots was drained, look after look."""
+    where = node(slots=4)
+    saves, weaker = on(where, 2, priority=1), on(where, 1)
+    urgent, weakest = waiting(2, priority=1), waiting(1)
+    found = look([saves, weaker, urgent, weakest], [where], i0=0)
+    assert isinstance(found[urgent.id].outcome, Preempt)
+    assert waits(found[weakest.id]).blocked_by == (urgent.id,)
 
 
 def test_a_pause_that_takes_longer_than_a_drain_is_not_waited_for() -> None:

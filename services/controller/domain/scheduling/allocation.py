@@ -20,15 +20,11 @@ from services.controller.domain.scheduling.preemption import Occupant, released
 
 @dataclass(frozen=True)
 class QueueHead:
-    """The first that waits for a kind of device, and where and when it is to have room.
-
-    ``drains``: it waits for jobs that are stopping, so whoever of lower priority is in its way then is drained.
-    """
+    """The first that waits for a kind of device, and where and when it is to have room."""
 
     job: Job
     room: str | None
     start_ms: int | None
-    drains: bool = False
 
 
 @dataclass(frozen=True)
@@ -38,22 +34,16 @@ class Backfill:
     Attributes:
         usages: All nodes with what is taken of them.
         limits: With more ranks than these a job on the node would delay the head; no limit on others.
-        head: The head. A job that is over when it is expected to start has no limit.
+        start_ms: When the head is expected to start, if known. A job that is over by then has no limit.
     """
 
     usages: tuple[NodeUsage, ...]
     limits: Mapping[NodeId, int]
-    head: QueueHead
+    start_ms: int | None
 
-    def is_over(self, job: Job, end_ms: int | None) -> bool:
-        """Whether the job, which is expected to end then, if that is known, will have ended when the head starts.
-
-        Not if it would be drained before, look after look: each time it is given the slots again.
-        """
-        start_ms = self.head.start_ms
-        if start_ms is None or end_ms is None or end_ms > start_ms:
-            return False
-        return not (self.head.drains and job.spec.priority < self.head.job.spec.priority)
+    def is_over_by(self, end_ms: int | None) -> bool:
+        """Whether a job that is expected to end then, if that is known, has ended when the head starts."""
+        return self.start_ms is not None and end_ms is not None and end_ms <= self.start_ms
 
     def nodes(self, ranks: int, *, is_over: bool) -> tuple[NodeUsage, ...]:
         """Those for a job with so many ranks; ``is_over``: it has ended when the head starts."""
@@ -129,7 +119,7 @@ class Allocation:
 
     def backfill(self, device: DeviceType, head: QueueHead) -> Backfill:
         """Where jobs may run that go behind ``head``, for it starts no later if they do."""
-        return Backfill(self.usages, self.limits(device, head), head)
+        return Backfill(self.usages, self.limits(device, head), head.start_ms)
 
     def backfill_without(
         self, job: Job, device: DeviceType, head: QueueHead, known: KnownLimits
@@ -154,7 +144,7 @@ class Allocation:
         like = device, stays, moved
         if like not in known:
             known[like] = left.limits(device, head)
-        return Backfill(left.usages, known[like], head)
+        return Backfill(left.usages, known[like], head.start_ms)
 
     def limits(self, device: DeviceType, head: QueueHead) -> Mapping[NodeId, int]:
         """The most ranks that another job may have on a node without ``head`` starting later; none: any number."""

@@ -169,7 +169,7 @@ def _largest(
         return None
     head = heads.get(device)
     backfill = None if head is None else allocation.backfill_without(job, device, head, known)
-    is_over = backfill is not None and backfill.is_over(job, left.end_ms(job))
+    is_over = backfill is not None and backfill.is_over_by(left.end_ms(job))
 
     def placed(ranks: int) -> Placed | None:
         nodes = left.usages if backfill is None else backfill.nodes(ranks, is_over=is_over)

@@ -164,7 +164,7 @@ class _QueuePass:
         backfill = self._backfill[device]
         gang = replace(gang_request_of(job), device=device)
         # Of the job itself only this counts beside its gang; the head stays who it is.
-        like = gang, backfill.is_over(job, self.allocation.end_ms(job))
+        like = gang, backfill.is_over_by(self.allocation.end_ms(job))
         if like not in self._behind_head:
             _, is_over = like
             self._behind_head[like] = place(gang, backfill.nodes(gang.ranks, is_over=is_over))
@@ -195,12 +195,13 @@ class _QueuePass:
         return Turn(job, Waiting(outcome.reason, tuple(sorted(in_the_way)), expected))
 
     def _vacate(self, job: Job, device: DeviceType, room: str) -> None:
-        """It starts there as soon as others are drained, so nobody else does before.
+        """It starts there as soon as others have stopped, for a minute at most, so nobody else does before.
 
         Those that were drained first wait again. One that would be over in the time which the last may take
-        would be given the slots back, and drained again, look after look.
+        would be given the slots back, and drained again, look after look. So nobody counts as over before,
+        not even a job that has done its last step: it may save its checkpoint for minutes.
         """
-        self.heads[device] = QueueHead(job, room, self.allocation.now_ms)
+        self.heads[device] = QueueHead(job, room, self.allocation.now_ms - 1)
 
     def _leaving(
         self, able: Sequence[NodeSet], device: DeviceType, gang: GangRequest
@@ -232,10 +233,7 @@ class _QueuePass:
     ) -> Turn:
         ends = [h.end_ms for h in stopping if h.end_ms is not None]
         start_ms = max(ends) if len(ends) == len(stopping) else None
-        if any(h.job.stop is not None and h.job.stop.cause == "preempted" for h in stopping):
-            self._vacate(job, device, room.name)
-        else:
-            self.heads[device] = QueueHead(job, room.name, start_ms, drains=True)
+        self._vacate(job, device, room.name)
         names = tuple(sorted(h.job.id for h in stopping))
         reason = f"waiting until {some(names)} ended on {room.name}"
         return Turn(job, Waiting(reason, names, start_ms))
