@@ -27,6 +27,7 @@ from services.contract.storage.manifests import Manifest
 from services.contract.storage.storage_address import BucketAddress, storage_address
 from services.contract.system.durable import is_hollow, open_plain, open_plain_in, sync_folder
 from services.contract.system.own_process import set_up_process
+from services.contract.words.control_characters import one_line
 from services.contract.words.ids import is_job_id
 
 if TYPE_CHECKING:
@@ -502,7 +503,8 @@ def main() -> None:
     try:
         jobs = action(given.redis, given.checkpoints, given.backup)
     except (BackupError, OSError) as error:
-        sys.stderr.write(f"backup: {error}\n")
+        # What the server of a bucket answers is in it.
+        sys.stderr.write(f"backup: {one_line(str(error))}\n")
         sys.exit(_FAILED)
     sys.stdout.write(f"{given.action}: Redis and {jobs} jobs with their checkpoints\n")
 

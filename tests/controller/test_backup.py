@@ -30,7 +30,7 @@ from services.contract.storage.storage_address import BucketAddress
 from services.contract.words.ids import checkpoint_id, new_job_id
 from services.controller.acl import acl_file
 from services.controller.backup import BackupError, restore, save
-from tests.s3_server import BUCKET, S3Server, s3_server
+from tests.s3_server import BUCKET, Fault, S3Server, s3_server
 from tests.waiting import until
 
 pytestmark = pytest.mark.system
@@ -610,6 +610,31 @@ def test_a_bucket_is_saved_and_restored_with_what_its_chains_commit(
     server.client().put_object(Bucket=BUCKET, Key=f"saved/{shard}", Body=b"something else")
     with pytest.raises(BackupError, match=f"s3://checkpoints/saved/{shard} is damaged"):
         save(redis, bucket.address, tmp_path / "other")
+
+
+def test_what_a_bucket_answers_reaches_the_terminal_as_one_line_of_text(
+    folders: tuple[Path, Path, Path], server: S3Server
+) -> None:
+    """A terminal obeys U+009B as it does an escape, and XML may hold it."""
+    redis, _, backup = folders
+    server.fail(Fault(code="No\x9b31m\u202e\nbackup: done", status=403))
+    try:
+        done = subprocess.run(
+            [
+                *(sys.executable, "-m", "services.controller.backup", "save"),
+                *("--redis", redis, "--checkpoints", str(BucketAddress(BUCKET, "saved")), backup),
+            ],
+            check=False,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+    finally:
+        server.repair()
+    assert done.returncode == 1
+    assert done.stderr.startswith(
+        r"backup: s3://checkpoints/saved answers No\x9b31m\u202e\nbackup: done (HTTP 403)"
+    )
+    assert done.stderr.count("\n") == 1
 
 
 @pytest.mark.usefixtures("server")
