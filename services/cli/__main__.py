@@ -4,6 +4,7 @@ import io
 import os
 import signal
 import sys
+import warnings
 from types import FrameType
 
 from services.cli.app import Meshloom, app
@@ -16,6 +17,9 @@ def main() -> None:
     # As an exception, so that a live view gives the terminal back its cursor.
     signal.signal(signal.SIGTERM, _end)
     Meshloom.before_loading.append(_declare_late)
+    if not sys.warnoptions:
+        # Those of libraries, which quote files of others as they are: YAML's of an anchor that is given again.
+        warnings.simplefilter("ignore")
     for name in ("stdout", "stderr"):
         if getattr(sys, name) is None:  # it was closed before: nobody reads it
             setattr(sys, name, open(os.devnull, "w"))  # noqa: PTH123, SIM115 it is open to the end

@@ -1,5 +1,7 @@
 """A refused spec: each fault once, with line and column, and in plain words."""
 
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -10,6 +12,8 @@ from services.cli.errors import CliError, RefusedError, SpecRefusedError
 from services.cli.request_bodies import read_model
 from services.cli.spec_file import faults_in, judged, read_text
 from services.contract.words.problems import Problem
+from services.local.settings import child_environment
+from tests.e2e.conftest import free_port
 
 BAD = """\
 name: my job          # a blank is not allowed
@@ -109,3 +113,18 @@ def test_an_option_that_makes_no_request_is_one_line() -> None:
     with pytest.raises(CliError) as refused:
         read_model(_Wanted, {"count": 0})
     assert str(refused.value) == "/count: must be at least 1, not 0"
+
+
+def test_an_anchor_that_is_given_again_is_no_warning_with_lines_of_the_file(tmp_path: Path) -> None:
+    path = tmp_path / "job.yaml"
+    path.write_text("name: &n a\nlabels: {team: &n b, also: *n}  # \u202emoolhsem\n")
+    done = subprocess.run(
+        [sys.executable, "-m", "services.cli", "submit", path],
+        capture_output=True,
+        check=False,
+        text=True,
+        env=child_environment(MESHLOOM_URL=f"http://127.0.0.1:{free_port()}"),
+    )
+    assert done.returncode == 2
+    assert done.stderr.startswith("meshloom: no controller answers")
+    assert done.stderr.count("\n") == 1
