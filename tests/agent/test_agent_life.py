@@ -279,11 +279,13 @@ def test_an_agent_whose_lease_another_took_kills_its_gangs_and_says_why(
     agent: AgentProcess, controller: Controller
 ) -> None:
     pids = running(controller).pids
-    controller.client.set(redis_keys.node_lease(NODE), "somebody-else")
+    other = "somebody-\x1b[2J\nelse"
+    controller.client.set(redis_keys.node_lease(NODE), other)
     assert agent.process.wait(60) == 3
-    assert "in use by another agent" in agent.log.read_text()
+    said = agent.log.read_text()
+    assert r"in use by another agent (incarnation somebody-\x1b[2J\nelse)" in said
     until(lambda: all(is_gone(pid) for pid in pids.values()))
-    assert lease_of(controller) == "somebody-else"
+    assert lease_of(controller) == other
 
 
 def test_a_second_agent_of_one_folder_or_of_one_node_id_is_refused(

@@ -15,7 +15,7 @@ import structlog
 from pydantic import ValidationError
 
 from services.contract.system.own_process import set_up_process
-from services.contract.words.control_characters import harmless
+from services.contract.words.control_characters import harmless, one_line
 from services.worker.agent.agent import run_agent
 from services.worker.agent.host.folders import NodeBusyError, NoHomeError
 from services.worker.agent.host.network import NetworkError
@@ -51,7 +51,8 @@ def main() -> None:
         sys.stderr.write(f"meshloom agent: {error}\n")
         sys.exit(_BAD_SETTINGS)
     except (LeaseTakenError, NodeBusyError) as error:
-        sys.stderr.write(f"meshloom agent: {error}\n")
+        # Who has the lease is what Redis says.
+        sys.stderr.write(f"meshloom agent: {one_line(str(error))}\n")
         sys.exit(_NOT_ALONE)
     # Python would wait for the threads that wait for a storage, which may not answer for minutes.
     sys.stderr.flush()
