@@ -15,11 +15,19 @@ import httpx
 from pydantic import ValidationError
 
 from services.contract.api.fault_words import in_words
+from services.contract.words.control_characters import harmless
 from services.contract.words.problems import Problem, listed
 
 
 class ClientError(Exception):
-    """A request, or what was made of its answer, failed."""
+    """A request, or what was made of its answer, failed.
+
+    Its text shows control characters as escapes: Python writes it to a terminal where nobody catches it, and ranks
+    of others may have chosen some of its words; ``RefusedError.problem`` has these as they are.
+    """
+
+    def __str__(self) -> str:
+        return harmless(super().__str__())
 
 
 class UnreachableError(ClientError):

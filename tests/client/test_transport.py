@@ -5,6 +5,7 @@ import hashlib
 import json
 import threading
 import time
+import traceback
 import tracemalloc
 from collections.abc import Callable, Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -21,6 +22,7 @@ from services.cli.app import app
 from services.contract.api.queue import DrainRequest
 from services.contract.api.views import Health, NodeList
 from services.contract.storage.exports import ExportedFile
+from services.contract.words.control_characters import harmless
 from services.contract.words.problems import Problem
 from tests.cli import views
 from tests.e2e.conftest import free_port
@@ -298,6 +300,21 @@ def test_an_address_a_proxy_or_certificates_of_no_use_are_one_sentence(
         RestClient(url, patience_s=0) as client,
     ):
         client.version()
+
+
+def test_what_ranks_of_others_say_reaches_no_terminal_by_a_traceback(server: _Server) -> None:
+    """Why a plan failed, a checkpoint is corrupt or a job ended stands in refusals."""
+    said = "plan_1 failed: ValueError: \x1b]0;title\x07\x1b[2J\x9b31m\u202e\x7f; look there"
+    problem = Problem(type="about:blank", title="", status=409, code="plan_failed", detail=said)
+    server.replies = [(409, {}, problem.model_dump_json().encode())]
+    with RestClient(server.url) as client, pytest.raises(RefusedError) as refused:
+        client.nodes()
+    shown = "".join(traceback.format_exception(refused.value))
+    assert (
+        r"plan_1 failed: ValueError: \x1b]0;title\x07\x1b[2J\x9b31m\u202e\x7f; look there" in shown
+    )
+    assert shown == harmless(shown)
+    assert refused.value.problem.detail == said
 
 
 def test_a_name_that_no_address_can_have_is_one_sentence(server: _Server) -> None:
