@@ -8,8 +8,10 @@ from pathlib import Path
 from typing import Annotated, Final
 
 import typer
+from pydantic import ValidationError
 from rich.console import Console
 
+from services.contract.api.fault_words import in_words
 from services.contract.system.own_process import set_up_process
 from services.local.children import die_with_parent
 from services.local.embedded_redis import RedisUnavailableError
@@ -32,7 +34,7 @@ console = Console(stderr=True, markup=False, emoji=False, highlight=False, soft_
 @app.command()
 def up() -> None:
     """Keep the services running until Ctrl-C."""
-    asyncio.run(_up(LocalSettings()))
+    asyncio.run(_up(_settings()))
 
 
 @app.command()
@@ -40,11 +42,20 @@ def run(
     file: Annotated[Path, typer.Argument(metavar="FILE", help="A job spec in YAML.")],
 ) -> None:
     """Run the job in FILE from submission to its end, then stop what was started."""
-    settings = LocalSettings()
+    settings = _settings()
     if stack_is_up(settings):
         console.print("a stack already runs on this home; the job runs there")
         raise typer.Exit(asyncio.run(_follow(file, f"http://{settings.host}:{settings.port}")))
     raise typer.Exit(asyncio.run(_run(settings, file)))
+
+
+def _settings() -> LocalSettings:
+    try:
+        return LocalSettings()
+    except ValidationError as error:
+        fault = error.errors(include_url=False)[0]
+        name = "".join(f"MESHLOOM_{str(part).upper()}: " for part in fault["loc"][:1])
+        raise StackError(f"{name}{in_words(fault)}") from None
 
 
 async def _up(settings: LocalSettings) -> None:

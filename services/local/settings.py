@@ -4,7 +4,7 @@ import os
 import shutil
 from collections.abc import Collection
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Self
 
 from pydantic import BeforeValidator, Field, SecretStr, model_validator
 from pydantic_settings import BaseSettings, SettingsConfigDict
@@ -61,6 +61,11 @@ class LocalSettings(BaseSettings):
     @classmethod
     def _read_secrets(cls, values: object) -> object:
         return with_secret_files(values, "token", "redis_password")
+
+    @model_validator(mode="after")
+    def _check_address(self) -> Self:
+        _ = self.redis_address
+        return self
 
     @property
     def redis_address(self) -> str | None:

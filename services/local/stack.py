@@ -10,9 +10,12 @@ from pathlib import Path
 from typing import Final
 
 import httpx
+from redis import RedisError
 from tenacity import AsyncRetrying, retry_if_exception_type, stop_after_delay, wait_fixed
 
 from services.contract.api.views import NodeList
+from services.contract.redis.redis_address import with_advice
+from services.contract.words.control_characters import one_line
 from services.contract.words.states import NodeState
 from services.local.children import Child, Program
 from services.local.embedded_redis import redis_program, wait_for_redis_in_loop
@@ -72,7 +75,7 @@ async def running_stack(settings: LocalSettings) -> AsyncIterator[str]:
         async with _kept_alive(redis_programs) as redis_failed:
             address = settings.redis_address or redis_url
             # In no thread: one that waits for a server that has ended would hold up a Ctrl-C.
-            await _or_failed(wait_for_redis_in_loop(address), redis_failed)
+            await _or_failed(_wait_for_redis(address), redis_failed)
             async with _kept_alive(programs) as failed:
                 url = f"http://{settings.host}:{settings.port}"
                 await _or_failed(_wait_until_ready(url, settings.token), failed)
@@ -165,6 +168,15 @@ async def _or_failed(ready: Coroutine[None, None, None], failed: asyncio.Future[
         # Over before what it asks is ended: asyncio prints a connection that breaks under it.
         task.cancel()
         await asyncio.gather(task, return_exceptions=True)
+
+
+async def _wait_for_redis(address: str) -> None:
+    try:
+        await wait_for_redis_in_loop(address)
+    except RedisError as error:
+        # Whatever answers there chooses the words.
+        why = one_line(with_advice(str(error))).rstrip(".")
+        raise StackError(f"Redis cannot be used: {why}; look at MESHLOOM_REDIS_URL") from error
 
 
 async def _wait_until_ready(url: str, token: str | None) -> None:

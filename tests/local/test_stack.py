@@ -1,13 +1,18 @@
-"""The owner of a stack that is ended while it starts."""
+"""The owner of a stack that is ended while it starts, or cannot start."""
 
 import asyncio
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
 from pathlib import Path
 
 import psutil
 import pytest
 
-from services.local.settings import LocalSettings
-from services.local.stack import running_stack
+from services.local.settings import LocalSettings, child_environment
+from services.local.stack import StackError, running_stack
 from tests.e2e.conftest import free_port
 from tests.waiting import until
 
@@ -33,3 +38,57 @@ def test_nothing_of_a_start_that_was_ended_goes_on(tmp_path: Path) -> None:
 
     asyncio.run(end_it_early())
     assert set(psutil.Process().children()) <= set(before)
+
+
+@pytest.mark.parametrize(
+    ("variable", "value", "told"),
+    [
+        ("PORT", "abc", "MESHLOOM_PORT: must be a whole number, not 'abc'"),
+        ("TOKEN_FILE", "/no/such", "MESHLOOM_TOKEN_FILE: cannot read /no/such: No such file or directory"),
+        ("REDIS_URL", "http://a", "the URL of Redis must begin with redis://, rediss:// or unix://"),
+    ],
+)  # fmt: skip
+def test_a_setting_of_no_use_is_one_sentence(
+    variable: str, value: str, told: str, tmp_path: Path
+) -> None:
+    environment = child_environment(
+        **{"MESHLOOM_HOME": str(tmp_path), f"MESHLOOM_{variable}": value}
+    )
+    ended = subprocess.run(
+        [sys.executable, "-P", "-m", "services.local", "up"],
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert (ended.returncode, ended.stderr) == (2, f"meshloom: {told}\n")
+
+
+@pytest.fixture
+def refusing_redis() -> Iterator[str]:
+    """The URL of a server that refuses whatever is asked, in words that a terminal would obey."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+
+        def answer() -> None:
+            with listener.accept()[0] as connection:
+                while asked := connection.recv(1 << 16):
+                    connection.sendall(b"-ERR \x1b]0;title\x07\x1b[2J\r\n" * asked.count(b"*"))
+
+        answering = threading.Thread(target=answer)
+        answering.start()
+        yield f"redis://127.0.0.1:{listener.getsockname()[1]}"
+        answering.join()
+
+
+def test_what_a_redis_of_no_use_says_is_shown_and_not_obeyed(
+    tmp_path: Path, refusing_redis: str
+) -> None:
+    settings = LocalSettings(home=tmp_path, port=free_port(), redis_url=refusing_redis)
+
+    async def start() -> None:
+        async with running_stack(settings):
+            pytest.fail("no Redis answers")
+
+    with pytest.raises(StackError, match="look at MESHLOOM_REDIS_URL") as refused:
+        asyncio.run(start())
+    assert r"Redis cannot be used: \x1b]0;title\x07\x1b[2J;" in str(refused.value)
