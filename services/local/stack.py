@@ -192,8 +192,9 @@ async def _wait_until_ready(url: str, token: str | None) -> None:
                 with attempt:
                     await _check_ready(client)
         except (httpx.HTTPError, _NotReadyError) as error:
+            # Whatever listens on that port chooses where it redirects to.
             raise StackError(
-                f"not ready after {_READY_TIMEOUT_S} s ({error}); the logs folder says why"
+                f"not ready after {_READY_TIMEOUT_S} s ({one_line(str(error))}); the logs folder says why"
             ) from error
 
 

@@ -11,6 +11,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from services.local import stack
 from services.local.settings import LocalSettings, child_environment
 from services.local.stack import StackError, running_stack
 from tests.e2e.conftest import free_port
@@ -92,3 +93,26 @@ def test_what_a_redis_of_no_use_says_is_shown_and_not_obeyed(
     with pytest.raises(StackError, match="look at MESHLOOM_REDIS_URL") as refused:
         asyncio.run(start())
     assert r"Redis cannot be used: \x1b]0;title\x07\x1b[2J;" in str(refused.value)
+
+
+def test_where_another_in_the_controllers_place_redirects_to_is_shown_and_not_obeyed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(stack, "_READY_TIMEOUT_S", 0)
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+
+        def answer() -> None:
+            with listener.accept()[0] as connection:
+                connection.recv(1 << 16)
+                connection.sendall(
+                    b"HTTP/1.1 302 Found\r\nLocation: /\x9b31m\r\nContent-Length: 0\r\n\r\n"
+                )
+
+        answering = threading.Thread(target=answer)
+        answering.start()
+        url = f"http://127.0.0.1:{listener.getsockname()[1]}"
+        with pytest.raises(StackError, match="not ready after") as refused:
+            asyncio.run(stack._wait_until_ready(url, None))
+        answering.join()
+    assert r"/\x9b31m" in str(refused.value)
+    assert str(refused.value).isprintable()
