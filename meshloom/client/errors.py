@@ -9,7 +9,7 @@
      +- DownloadError       a file that came is not the one that was promised
 """
 
-from typing import Final
+from typing import Final, Self
 
 import httpx
 from pydantic import ValidationError
@@ -75,6 +75,10 @@ class RefusedError(ClientError):
     def __init__(self, problem: Problem) -> None:
         super().__init__(listed(problem.errors) or problem.detail or problem.title)
         self.problem = problem
+
+    def __reduce__(self) -> tuple[type[Self], tuple[Problem]]:
+        # By default it is made again of its text, which fails: a pool of processes waits for it for ever.
+        return type(self), (self.problem,)
 
 
 class WaitTimeoutError(ClientError, TimeoutError):

@@ -3,6 +3,7 @@
 import gzip
 import hashlib
 import json
+import pickle
 import threading
 import time
 import traceback
@@ -315,6 +316,13 @@ def test_what_ranks_of_others_say_reaches_no_terminal_by_a_traceback(server: _Se
     )
     assert shown == harmless(shown)
     assert refused.value.problem.detail == said
+
+
+def test_a_refusal_comes_out_of_another_process_as_it_was() -> None:
+    """It was made again of its text, which failed: ``multiprocessing.Pool`` waited for its answer for ever."""
+    problem = Problem(type="about:blank", title="x", status=409, code="state_conflict", detail="no")
+    refused = pickle.loads(pickle.dumps(RefusedError(problem)))  # noqa: S301 our own
+    assert (refused.problem, str(refused)) == (problem, "no")
 
 
 def test_a_name_that_no_address_can_have_is_one_sentence(server: _Server) -> None:
