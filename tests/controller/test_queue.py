@@ -154,6 +154,17 @@ def test_who_would_be_drained_does_not_run_on_slots_that_others_leave_earlier() 
     assert waits(found[weak.id]).blocked_by == (urgent.id,)
 
 
+def test_who_waits_for_one_that_is_paused_holds_no_more_slots_than_it_needs() -> None:
+    """All free ones of a pool of nodes stood idle for the minute that a pause may take."""
+    nodes = [node(f"n{n}", slots=4) for n in range(4)]
+    runs, wide = on(nodes[3], 1), waiting(8)
+    paused = play(parted({"n0": 4, "n1": 4}), [PauseAsked(StopRequest())]).job
+    small = [waiting(4), waiting(3), waiting(1)]
+    found = look([runs, paused, wide, *small], nodes, i1=60)
+    assert waits(found[wide.id]).blocked_by == (paused.id,)
+    assert [isinstance(found[job.id].outcome, Placed) for job in small] == [True, True, False]
+
+
 def test_nobody_runs_where_room_is_made_since_another_has_done_its_last_step() -> None:
     """It may save its checkpoint for minutes, and whoever was given its slots was drained, look after look."""
     where = node(slots=4)

@@ -20,11 +20,15 @@ from services.controller.domain.scheduling.preemption import Occupant, released
 
 @dataclass(frozen=True)
 class QueueHead:
-    """The first that waits for a kind of device, and where and when it is to have room."""
+    """The first that waits for a kind of device, and where and when it is to have room.
+
+    ``leaving``: jobs that are stopping there, and whose slots it takes; all others stay, whenever they end.
+    """
 
     job: Job
     room: str | None
     start_ms: int | None
+    leaving: frozenset[str] = frozenset()
 
 
 @dataclass(frozen=True)
@@ -171,7 +175,11 @@ class Allocation:
         if head.start_ms is None:
             taken = _largest_sum((_whole(h, group) for h in occupants), spare)
         else:
-            stay = [h for h in occupants if h.end_ms is None or h.end_ms > head.start_ms]
+            stay = [
+                h
+                for h in occupants
+                if h.job.id not in head.leaving and (h.end_ms is None or h.end_ms > head.start_ms)
+            ]
             taken = sum(_whole(h, group) for h in stay)
         return (spare - taken) // group
 

@@ -5,7 +5,7 @@ only where that cannot delay the head (EASY back-filling: D. Lifka, "The ANL/IBM
 system", 1995): on slots that the head will not need at the time when the jobs in its way are
 expected to end, or until then. While nobody can say when they end, only slots count that the head
 needs in no order of their ends. A head of higher priority than jobs in its way has the smallest
-sufficient set of them drained; until it starts nobody behind it is placed there.
+sufficient set of them drained; until it starts those behind it have there only what it will not need.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -194,14 +194,17 @@ class _QueuePass:
         in_the_way = {h.job.id for room in able for h in self.allocation.occupants(room, device)}
         return Turn(job, Waiting(outcome.reason, tuple(sorted(in_the_way)), expected))
 
-    def _vacate(self, job: Job, device: DeviceType, room: str) -> None:
-        """It starts there as soon as others have stopped, for a minute at most, so nobody else does before.
+    def _vacate(
+        self, job: Job, device: DeviceType, room: str, leaving: Sequence[Occupant] = ()
+    ) -> None:
+        """It starts there as soon as others have stopped: others have what it does not need even then.
 
         Those that were drained first wait again. One that would be over in the time which the last may take
         would be given the slots back, and drained again, look after look. So nobody counts as over before,
         not even a job that has done its last step: it may save its checkpoint for minutes.
         """
-        self.heads[device] = QueueHead(job, room, self.allocation.now_ms - 1)
+        names = frozenset(h.job.id for h in leaving)
+        self.heads[device] = QueueHead(job, room, self.allocation.now_ms - 1, names)
 
     def _leaving(
         self, able: Sequence[NodeSet], device: DeviceType, gang: GangRequest
@@ -233,7 +236,7 @@ class _QueuePass:
     ) -> Turn:
         ends = [h.end_ms for h in stopping if h.end_ms is not None]
         start_ms = max(ends) if len(ends) == len(stopping) else None
-        self._vacate(job, device, room.name)
+        self._vacate(job, device, room.name, stopping)
         names = tuple(sorted(h.job.id for h in stopping))
         reason = f"waiting until {some(names)} ended on {room.name}"
         return Turn(job, Waiting(reason, names, start_ms))
