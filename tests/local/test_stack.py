@@ -19,6 +19,11 @@ from tests.waiting import until
 
 pytestmark = pytest.mark.redis
 
+_NO_OPTIONS = (
+    "what follows the ? in the URL of Redis are no options that redis-py takes there; those of TLS need rediss://, "
+    "and a ? in a password is written as %3F"
+)
+
 
 def test_nothing_of_a_start_that_was_ended_goes_on(tmp_path: Path) -> None:
     before = psutil.Process().children()
@@ -47,6 +52,8 @@ def test_nothing_of_a_start_that_was_ended_goes_on(tmp_path: Path) -> None:
         ("PORT", "abc", "MESHLOOM_PORT: must be a whole number, not 'abc'"),
         ("TOKEN_FILE", "/no/such", "MESHLOOM_TOKEN_FILE: cannot read /no/such: No such file or directory"),
         ("REDIS_URL", "http://a", "the URL of Redis must begin with redis://, rediss:// or unix://"),
+        ("REDIS_URL", "redis://:key@a?socket_timeout=5s", _NO_OPTIONS),
+        ("REDIS_URL", "redis://a?ssl_cert_reqs=none", _NO_OPTIONS),
     ],
 )  # fmt: skip
 def test_a_setting_of_no_use_is_one_sentence(

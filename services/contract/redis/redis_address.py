@@ -3,6 +3,9 @@
 from pathlib import Path
 from urllib.parse import SplitResult, quote, urlencode, urlsplit, urlunsplit
 
+from redis.asyncio import ConnectionPool
+from redis.exceptions import RedisError
+
 _TLS = "rediss"
 _SCHEMES = ("redis://", "rediss://", "unix://")
 _UNTRUSTED = "CERTIFICATE_VERIFY_FAILED"
@@ -61,6 +64,7 @@ def parts_of(url: str) -> SplitResult:
         ) from None
     if not url.startswith(_SCHEMES):  # redis-py takes no other case
         raise ValueError("the URL of Redis must begin with redis://, rediss:// or unix://")
+    _check_options(url)
     return parts
 
 
@@ -72,6 +76,17 @@ def with_advice(error: str) -> str:
         f"{error.rstrip('.')}; set MESHLOOM_REDIS_CA to the file of the authority that signed Redis's certificate, and "
         "name Redis in MESHLOOM_REDIS_URL as the certificate does"
     )
+
+
+def _check_options(url: str) -> None:
+    try:
+        # Some are looked at with the first connection; nothing is connected to yet.
+        ConnectionPool.from_url(url).make_connection()  # type: ignore[no-untyped-call]  # redis-py's
+    except (AttributeError, TypeError, ValueError, RedisError):
+        raise ValueError(
+            "what follows the ? in the URL of Redis are no options that redis-py takes there; those of TLS need "
+            "rediss://, and a ? in a password is written as %3F"
+        ) from None
 
 
 def _with_password(parts: SplitResult, password: str) -> SplitResult:

@@ -1,6 +1,7 @@
 """TLS to Redis by files that may be replaced: each new connection reads them again.
 
-Of the contract only this module and ``lease_keeper`` need redis-py; both are imported only by what connects to Redis.
+Of the contract only this module, ``lease_keeper`` and ``redis_address`` need redis-py; they are imported only by what
+connects to Redis.
 """
 
 from collections.abc import Mapping
