@@ -22,6 +22,7 @@ from pydantic import ValidationError
 
 from services.contract.system.own_process import give_large_blocks_back, set_up_process
 from services.contract.system.short_collections import keep_collections_short
+from services.contract.words.error_values import setting_faults
 from services.controller.adapters.http.webhooks import HttpWebhooks
 from services.controller.adapters.pools.pools_file import PoolsFileError
 from services.controller.adapters.redis import redis_ports
@@ -113,7 +114,7 @@ def main() -> None:
     try:
         settings = Settings()
     except ValidationError as error:
-        sys.stderr.write(f"meshloom-controller: {one_line(error)}\n")
+        sys.stderr.write(f"meshloom-controller: {'; '.join(setting_faults(error))}\n")
         sys.exit(2)
     _set_up_logging(settings.log_level)
     try:
@@ -321,16 +322,6 @@ def _listen(host: str, port: int) -> socket.socket:
 
 def _bracketed(host: str) -> str:
     return f"[{host}]" if ":" in host else host
-
-
-def one_line(error: ValidationError) -> str:
-    """What is wrong with the settings, each by the name of its variable."""
-    faults = []
-    for fault in error.errors(include_url=False, include_input=False):
-        name = "_".join(["MESHLOOM", *map(str, fault["loc"])]).upper()
-        text = str(fault["msg"]).removeprefix("Value error, ")
-        faults.append(f"{name}: {text}" if fault["loc"] else text)
-    return "; ".join(faults)
 
 
 def _set_up_logging(level: str) -> None:

@@ -11,8 +11,8 @@ import typer
 from pydantic import ValidationError
 from rich.console import Console
 
-from services.contract.api.fault_words import in_words
 from services.contract.system.own_process import set_up_process
+from services.contract.words.error_values import setting_faults
 from services.local.children import die_with_parent
 from services.local.embedded_redis import RedisUnavailableError
 from services.local.settings import LocalSettings, child_environment
@@ -53,9 +53,7 @@ def _settings() -> LocalSettings:
     try:
         return LocalSettings()
     except ValidationError as error:
-        fault = error.errors(include_url=False)[0]
-        name = "".join(f"MESHLOOM_{str(part).upper()}: " for part in fault["loc"][:1])
-        raise StackError(f"{name}{in_words(fault)}") from None
+        raise StackError("; ".join(setting_faults(error))) from None
 
 
 async def _up(settings: LocalSettings) -> None:

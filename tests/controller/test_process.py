@@ -23,7 +23,7 @@ from pydantic import ValidationError
 from redis import Redis
 
 from services.contract.redis import redis_keys as keys
-from services.controller.__main__ import one_line
+from services.contract.words.error_values import setting_faults
 from services.controller.settings import Settings
 from services.local.embedded_redis import EmbeddedRedis
 from services.local.settings import child_environment
@@ -130,7 +130,7 @@ def test_128_random_bits_are_enough_of_a_token(make: Callable[[int], str]) -> No
 def test_wrong_settings_are_told_in_one_line(settings: dict[str, object], word: str) -> None:
     with pytest.raises(ValidationError) as refused:
         Settings.model_validate({"redis_url": "redis://x", **settings})
-    told = one_line(refused.value)
+    told = "; ".join(setting_faults(refused.value))
     assert word in told
     assert "\n" not in told
     for host in ("::1", "localhost", "127.0.0.2"):

@@ -49,7 +49,7 @@ def test_nothing_of_a_start_that_was_ended_goes_on(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("variable", "value", "told"),
     [
-        ("PORT", "abc", "MESHLOOM_PORT: must be a whole number, not 'abc'"),
+        ("PORT", "abc", "MESHLOOM_PORT: Input should be a valid integer, unable to parse string as an integer"),
         ("TOKEN_FILE", "/no/such", "MESHLOOM_TOKEN_FILE: cannot read /no/such: No such file or directory"),
         ("REDIS_URL", "http://a", "the URL of Redis must begin with redis://, rediss:// or unix://"),
         ("REDIS_URL", "redis://:key@a?socket_timeout=5s", _NO_OPTIONS),

@@ -29,7 +29,7 @@ def redis_address(
         key: Its key; None: it stands in ``cert``.
 
     Raises:
-        ValueError: It is no URL of Redis; there are files, and it is none of TLS; or a key without a certificate;
+        ValueError: It is no URL of Redis, or has options that redis-py does not take; there are files, and it is none of TLS; or a key without a certificate;
             or ``password`` is given and the URL has one, too. It repeats nothing of ``url``, which may have a password.
     """
     parts = parts_of(url)
@@ -52,7 +52,7 @@ def parts_of(url: str) -> SplitResult:
     """The parts of a URL of Redis.
 
     Raises:
-        ValueError: It is none. Nothing of it is repeated: it may have a password.
+        ValueError: It is none, or has options that redis-py does not take. Nothing of it is repeated: it may have a password.
     """
     try:
         parts = urlsplit(url)

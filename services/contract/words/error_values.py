@@ -4,6 +4,8 @@ import difflib
 from collections.abc import Iterable
 from typing import Final
 
+from pydantic import ValidationError
+
 _SHOWN: Final = 60
 _CLOSE_ENOUGH: Final = 0.6
 
@@ -12,6 +14,16 @@ def did_you_mean(word: str, known: Iterable[str]) -> str:
     """``; did you mean 'x'?`` where one of the known words is like it, else nothing."""
     near = difflib.get_close_matches(word, sorted(known), n=1, cutoff=_CLOSE_ENOUGH)
     return f"; did you mean {near[0]!r}?" if near else ""
+
+
+def setting_faults(error: ValidationError) -> list[str]:
+    """What is wrong with settings of the environment, each by the name of its variable, and without its value."""
+    faults = []
+    for fault in error.errors(include_url=False, include_input=False):
+        name = "_".join(["MESHLOOM", *map(str, fault["loc"])]).upper()
+        text = str(fault["msg"]).removeprefix("Value error, ")
+        faults.append(f"{name}: {text}" if fault["loc"] else text)
+    return faults
 
 
 def shown(value: object) -> str:

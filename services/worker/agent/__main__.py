@@ -16,6 +16,7 @@ from pydantic import ValidationError
 
 from services.contract.system.own_process import set_up_process
 from services.contract.words.control_characters import harmless, one_line
+from services.contract.words.error_values import setting_faults
 from services.worker.agent.agent import run_agent
 from services.worker.agent.host.folders import NodeBusyError, NoHomeError
 from services.worker.agent.host.network import NetworkError
@@ -38,10 +39,8 @@ def main() -> None:
     try:
         settings = AgentSettings()
     except ValidationError as error:
-        for fault in error.errors():
-            name = "_".join(("MESHLOOM", *(str(part).upper() for part in fault["loc"])))
-            text = str(fault["msg"]).removeprefix("Value error, ")
-            sys.stderr.write(f"meshloom agent: {f'{name}: {text}' if fault['loc'] else text}\n")
+        for fault in setting_faults(error):
+            sys.stderr.write(f"meshloom agent: {fault}\n")
         sys.exit(_BAD_SETTINGS)
     if only_check:
         sys.exit(0 if lease_is_held(settings.redis_address, settings.node_id) else _NOT_ALIVE)

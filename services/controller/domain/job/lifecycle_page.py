@@ -26,8 +26,8 @@ _TAIL: Final = """\
 - **A stop only gets more severe**: {severity}. A `move` (a migration) is requested by the controller: a gang
   that is preempted, whose node is drained, or that changes its size ([elastic.md](elastic.md)), takes a
   checkpoint, ends within its grace period and continues elsewhere or later, and no restart is counted.
-  The state does not change until the ranks have ended; the reason says what happens. A pause or cancellation may have
-  a longer grace: a gang of higher priority relies on it for a minute, then has others drained if they can make room.
+  The state does not change until the ranks have ended; the reason says what happens. A stop may have a
+  grace of hours: a gang of higher priority relies on each for a minute, then has others drained if they can make room.
 - **Ended jobs** ({terminal}) change state only by the transitions above: {resumable} continue when a
   user resumes them, and a job that failed without its last commit succeeds when that commit is reported.
 - **Only retention or deletion removes a committed checkpoint.** The newest one, the one from which an
